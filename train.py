@@ -1,8 +1,8 @@
 """Train, evaluate or diagnose an image classifier: ``python train.py --help``.
 
-In order: ``harness.cli.app`` composes the settings of ``conf/`` and the command line.
-``harness.cli.job`` starts a process for each rank, and its ``main_worker`` wires the rooms: data,
-feed, tuning, training, report.
+In order: ``harness.cli.app`` composes the settings from ``conf/`` and the command line.
+``harness.cli.job`` starts a process for each rank, and its ``main_worker`` connects the packages:
+data, feed, tuning, training, report.
 """
 
 from harness.cli.app import command

@@ -1,18 +1,19 @@
 """Trains image classifiers so that the device never waits for data, and shows where it does.
 
-A run in the order of its data::
+A run, in the order of its data flow::
 
     storage - decode - augment | order - load - pin - copy - normalize | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
 
-``docs/contributing/architecture.md`` lists the rooms, their files and the rooms that each may
+``docs/contributing/architecture.md`` lists the packages, their files and the packages that each may
 import. import-linter checks the imports.
 
-For your own loop there are ``watched``, ``watching``, ``faster``, ``DataPrefetcher``, ``StepClock``
-and ``tune``, and for a trained network ``load``. Each is imported on first access.
+For your own loop, there are ``watched``, ``watching``, ``faster``, ``DataPrefetcher``,
+``StepClock`` and ``tune``; for a trained network, there is ``load``. Each is imported on first
+access.
 
 The package's name is ``wellfed``. ``harness``, its folder in a checkout and its name in earlier
-versions, is the same package, so that no class exists twice and earlier pickles open.
+versions, is the same package, so that no class exists twice and earlier pickles can be opened.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
     "watching",
 ]
 __version__ = "0.1.0"
-# on ``time.perf_counter``, before anything heavy is imported: when a command began
+# when a command began, on ``time.perf_counter``, before anything heavy is imported
 BEGAN_S = time.perf_counter()
 
 _ROOMS = {
@@ -72,12 +73,12 @@ def __dir__() -> list[str]:
 
 
 class _HarnessAlias(MetaPathFinder, Loader):
-    """Imports ``harness.x`` as ``wellfed.x``, unless another package has the name ``harness``."""
+    """Imports ``harness.x`` as ``wellfed.x``, unless another package is named ``harness``."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # python -m runs a __main__, and imports none
+        # python -m runs a __main__ module but does not import it
         if name.partition(".")[0] != "harness" or name.endswith(".__main__"):
             return None
         if path is None:
@@ -90,24 +91,24 @@ class _HarnessAlias(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if sys.modules["harness"] is sys.modules[__name__] else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        # StepClock's room had another name
+        # StepClock's package had another name
         name = spec.name.replace("harness.watch", "harness.clock", 1)
         module = import_module(__name__ + name.removeprefix("harness"))
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import system has put that of the other name there
+        # the import system has put the spec for the other name there
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 if __name__ == "harness":
-    # the link to this folder by the package's name, for new processes too
+    # contains the link to this folder with the package's name; also for new processes
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__path__[0])), ".editable"))
     sys.modules["harness"] = import_module("wellfed")
 else:
-    # not by the link
+    # real paths, not through the link
     __path__ = [os.path.realpath(folder) for folder in __path__]
     __file__ = os.path.realpath(__file__)
     sys.meta_path.insert(0, _HarnessAlias())

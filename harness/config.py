@@ -48,10 +48,10 @@ Wandb = Enum("Wandb", "disabled offline online")
 DistName = Enum("DistName", "single spawn torchrun")
 DistBackend = Enum("DistBackend", "auto nccl gloo")
 
-# what takes a network from a checkpoint for other images
+# modes that apply a checkpoint's network to other images
 _APPLIED = "mode=predict, mode=export"
 _OTHER_POLICIES = "augment.auto=trivial, augment.auto=three, augment.auto=auto"
-# ranges of numbers
+# numeric ranges
 _ANY: Mapping[str, float] = {}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _COUNT = {"ge": 1}
@@ -65,28 +65,28 @@ _PART = {"gt": 0.0, "le": 1.0}
 _INNER = {"gt": 0.0, "lt": 1.0}
 _NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
-# before the names of timm's networks
+# prefix of timm network names
 TIMM = "timm/"
-# the networks of this project
+# this project's own networks
 OURS = ("small", "resnet9_cifar", "resnet18_cifar", "resnet20_cifar")
 
-# inside the package in a wheel, beside it in a checkout
+# inside the package in a wheel, next to it in a checkout
 CONF = Path(__file__).with_name("conf")
 if not CONF.is_dir():
     CONF = Path(__file__).parents[1] / "conf"
 
 
 def setting(default: Any, text: str, limits: Mapping[str, float] = _ANY, **more: Any) -> Any:
-    """A dataclass field with its sentence and its range.
+    """Returns a dataclass field with its description and range.
 
     Args:
-        default: the value unless a file in ``conf/`` sets another.
-        text: one sentence, with the unit.
-        limits: bounds of a number, or of every number of a tuple: any of ``_SIGNS``.
-        **more: any of ``_SIGNS`` too, ``increasing`` (a tuple whose values may not fall),
-            ``pattern`` (of the value as it is typed, and what to use) and ``no_effect_with`` (other
-            settings, as they are typed, with commas: beside any of these a value other than the
-            default is refused).
+        default: the value, unless a file in ``conf/`` sets another one.
+        text: a one-sentence description, with the unit.
+        limits: bounds for a number, or for every number in a tuple: any of ``_SIGNS``.
+        **more: also any of ``_SIGNS``, ``increasing`` (a tuple whose values may not decrease),
+            ``pattern`` (for the value as typed, and what to use) and ``no_effect_with`` (other
+            settings as typed, separated by commas: in combination with any of these, only the
+            default is accepted).
     """
     metadata = {"text": text, **limits, **more}
     if default == {}:
@@ -105,8 +105,11 @@ class RunConfig:
 
     name: str | None = setting(
         None,
-        "Folder under outputs/; null: date and time of the start.",
-        pattern=(r"\w[\w.+=@ -]{0,199}", "up to 200 letters, digits and, after one, ._+=@-"),
+        "Folder under outputs/; null: the start date and time.",
+        pattern=(
+            r"\w[\w.+=@ -]{0,199}",
+            "up to 200 letters, digits and, after the first character, ._+=@-",
+        ),
     )
 
 
@@ -117,25 +120,27 @@ class GenerateConfig:
     classes: int = setting(10, "Number of classes.", ge=2, le=10_000)
     train_images: int = setting(8000, "Number of training images.", _COUNT)
     val_images: int = setting(2000, "Number of validation images.", _COUNT)
-    width: int = setting(80, "Width of a generated file in pixels.", ge=32, le=4096)
-    height: int = setting(80, "Height of a generated file in pixels.", ge=32, le=4096)
-    quality: int = setting(90, "JPEG quality of a generated file.", ge=1, le=100)
-    seed: int = setting(0, "Seed of the generator; each seed gives a different data set.", _NATURAL)
+    width: int = setting(80, "Width of generated images in pixels.", ge=32, le=4096)
+    height: int = setting(80, "Height of generated images in pixels.", ge=32, le=4096)
+    quality: int = setting(90, "JPEG quality of generated images.", ge=1, le=100)
+    seed: int = setting(0, "Generator seed; each seed gives a different data set.", _NATURAL)
 
 
 @dataclass(slots=True)
 class ColumnsConfig:
-    """Columns of data.table by name, or by number from 1 where the table has no header."""
+    """Columns of data.table by name, or by number from 1 if the table has no header."""
 
-    image: str | None = setting(None, "Image paths below data.root; null: detected by name.")
-    label: str | None = setting(None, "Class names; null: detected by name.")
+    image: str | None = setting(
+        None, "Column with image paths below data.root; null: detected by name."
+    )
+    label: str | None = setting(None, "Column with class names; null: detected by name.")
     split: str | None = setting(
         None,
         "Column with train, val or test for each image; null: the split column, if there is one.",
     )
     group: str | None = setting(
         None,
-        "Column of groups, such as patients, that split_fraction and fold keep together; null: "
+        "Column with groups, such as patients, that split_fraction and fold keep together; null: "
         "the group, patient or subject column, if there is one.",
     )
 
@@ -150,19 +155,21 @@ class DataConfig:
         "my_module:open_splits.",
     )
     root: str | None = setting(
-        None, "Folder or file of the data; null: a folder in the user's cache."
+        None, "Folder or file with the data; null: a folder in the user's cache."
     )
     download: bool = setting(True, "Download or generate missing data (cifar10, cifar100, shapes).")
-    mirror: str | None = setting(None, "Base URL for downloads; null: the original.")
-    md5: str | None = setting(None, "MD5 of a trusted archive; null: the original's.")
-    image_size: int = setting(64, "Side of the network's square input in pixels.", ge=8, le=4096)
+    mirror: str | None = setting(None, "Base URL for downloads; null: the original site.")
+    md5: str | None = setting(None, "MD5 of a trusted archive; null: that of the original.")
+    image_size: int = setting(
+        64, "Side length of the network's square input in pixels.", ge=8, le=4096
+    )
     train_size: Any = setting(
         None,
-        "Side of training images in pixels, if different, such as 176; or a list of sides, one "
-        "for each epoch in train_size_epochs; null: image_size.",
+        "Side length of training images in pixels, if different, such as 176; or a list of side "
+        "lengths, one for each epoch in train_size_epochs; null: image_size.",
         pattern=(
             r"\d+|\[\d+(,\d+)*\]",
-            "null, a side such as 176, or a list such as [128,160,192]",
+            "null, a side length such as 176, or a list such as [128,160,192]",
         ),
         ge=8,
         le=4096,
@@ -170,16 +177,16 @@ class DataConfig:
     )
     train_size_epochs: Any = setting(
         None,
-        "First epoch of each side in train_size, counted from 0, such as [0,6,12]; null: there "
-        "is only one side.",
+        "First epoch of each side length in train_size, counted from 0, such as [0,6,12]; null "
+        "if there is only one.",
         _NATURAL,
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [0,6,12]"),
         increasing=True,
     )
     eval_resize: int | None = setting(
         None,
-        "Shorter side before the center crop in evaluation; null: image_size * 256 / 224, "
-        "unless the images already have that size.",
+        "Length of the shorter side before the center crop in evaluation; null: image_size * 256 "
+        "/ 224, or no resizing of images that already match image_size.",
         ge=8,
     )
     eval_squash: bool = setting(
@@ -187,27 +194,28 @@ class DataConfig:
         "Before the center crop in evaluation, resize to a square, ignoring aspect ratio.",
     )
     interpolation: Interpolation = setting(
-        Interpolation.bilinear, "Filter that resizes images; both are antialiased, as in Pillow."
+        Interpolation.bilinear,
+        "Filter used to resize images; both choices are antialiased, as in Pillow.",
     )
     mean: tuple[float, float, float] = setting(
-        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", _SHARE
+        (0.485, 0.456, 0.406), "Channel means, as fractions of 255.", _SHARE
     )
     std: tuple[float, float, float] = setting(
         (0.229, 0.224, 0.225),
-        "Standard deviation of each channel, as fractions of 255.",
+        "Channel standard deviations, as fractions of 255.",
         _PART,
     )
     table: str | None = setting(
         None,
-        "Table of the images (data=table only), a path in root or in the current folder: CSV, "
+        "Table that lists the images (data=table only), in root or in the current folder: CSV, "
         "TSV, JSONL or Parquet.",
     )
     train: str | None = setting(
         None,
-        "Shards of the training set (data=shards only), such as train-{000..146}.tar or "
-        "'train-*.tar' below root; null: by _info.json, else all.",
+        "Training set shards (data=shards only), such as train-{000..146}.tar or "
+        "'train-*.tar' below root; null: those listed in _info.json, else all.",
     )
-    val: str | None = setting(None, "Shards of the validation set (data=shards only); null: none.")
+    val: str | None = setting(None, "Validation set shards (data=shards only); null: none.")
     split_fraction: float | None = setting(
         None,
         "Fraction of images held out for validation if root or table has no train and val sets.",
@@ -215,7 +223,8 @@ class DataConfig:
     )
     fold: int | None = setting(
         None,
-        "Fold held out for validation, from 0; -m data.fold=0,1,2,3,4 runs a cross-validation.",
+        "Fold held out for validation, counted from 0; -m data.fold=0,1,2,3,4 runs a "
+        "cross-validation.",
         _NATURAL,
     )
     folds: int = setting(
@@ -223,13 +232,13 @@ class DataConfig:
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
-        "Images that mode=evaluate uses: val, or test, the folder beside train and val. If root "
-        "holds class folders instead, all its images are used.",
+        "Images that mode=evaluate uses: val, or test, the folder next to train and val. If root "
+        "contains class folders instead, all its images are used.",
     )
     repeats: int = setting(
         1,
         "Number of times that an epoch uses each of its images, with a different augmentation "
-        "each time (repeated augmentation). The length of the epoch does not change, so it "
+        "each time (repeated augmentation). The epoch length does not change, so an epoch "
         "covers fewer images.",
         ge=1,
         le=100,
@@ -237,47 +246,47 @@ class DataConfig:
     )
     fraction: float = setting(
         1.0,
-        "Fraction of the training images of each class to use, at least one image per class; "
-        "the same images for every seed.",
+        "Fraction of the training images in each class to use, but at least one image per class; "
+        "every seed uses the same images.",
         _PART,
         no_effect_with="data=fake",
     )
     balance: float = setting(
         0.0,
-        "How strongly rare classes are oversampled, 0 to 1: with 0, an epoch has every image "
-        "once; with 1, all classes appear equally often; 0.5 follows the square root. The "
-        "images of a class take turns, augmented differently each time. The length of the "
-        "epoch does not change.",
+        "How strongly rare classes are oversampled, 0 to 1: with 0, an epoch uses every image "
+        "once; with 1, all classes appear equally often; 0.5 follows the square root of the "
+        "class size. The images in a class take turns, augmented differently each time. The "
+        "epoch length does not change.",
         _SHARE,
         no_effect_with="data=fake, loader.order=lanes",
     )
     exif_orientation: bool = setting(
-        False, "Rotate images according to their EXIF orientation, which photos from phones have."
+        False, "Rotate images according to their EXIF orientation, which phone photos have."
     )
     background: tuple[int, int, int] = setting(
-        (255, 255, 255), "Background color (RGB) of transparent pixels.", ge=0, le=255
+        (255, 255, 255), "Background color (RGB) for transparent pixels.", ge=0, le=255
     )
     max_pixels: int = setting(
         50_000_000,
-        "Largest image to decode, in pixels; a larger image counts as unreadable.",
+        "Largest image to decode, in pixels; a larger image is treated as unreadable.",
         _COUNT,
     )
     on_error: OnError = setting(
         OnError["raise"],
-        "Reaction to an image that cannot be read: raise ends the run; skip replaces it with "
+        "What to do if an image cannot be read: raise ends the run; skip replaces it with "
         "another image, always the same one, and lists it in bad_samples.jsonl.",
         no_effect_with=_APPLIED,
     )
     max_bad_fraction: float = setting(
         0.001,
-        "Fraction of the training or validation images that may be skipped, at least one "
-        "image; more end the run.",
+        "Maximum fraction of the training or validation images that may be skipped, but at least "
+        "one image; the run ends if there are more.",
         _SHARE,
         no_effect_with="data.on_error=raise",
     )
     cache: DataCache = setting(
         DataCache.none,
-        "Cache of decoded pixels: none, in ram (for this run) or on disk (for later runs too).",
+        "Cache for decoded pixels: none, ram (for this run) or disk (for later runs too).",
         no_effect_with=f"mode=evaluate, {_APPLIED}",
     )
     cache_gb: float | None = setting(
@@ -288,7 +297,7 @@ class DataConfig:
     )
     cache_max_side: int | None = setting(
         None,
-        "Longer side of a cached image in pixels; larger images are shrunk, which changes "
+        "Maximum longer side of a cached image in pixels; larger images are shrunk, which changes "
         "crops; null: no limit.",
         ge=32,
         no_effect_with="data.cache=none",
@@ -296,7 +305,7 @@ class DataConfig:
     scratch: str | None = setting(
         None,
         "Folder on a fast disk for samples read from shards, reused by later epochs and runs "
-        "and by all ranks of a machine; null: none.",
+        "and by all ranks on a machine; null: none.",
     )
     scratch_gb: float = setting(
         100.0, "Maximum size of scratch in GB.", _POSITIVE, no_effect_with="data.scratch=null"
@@ -315,36 +324,36 @@ class AugmentConfig:
     )
     scale: tuple[float, float] = setting(
         (0.08, 1.0),
-        "Area of a random_resized crop as a fraction of the image.",
+        "Area of a random_resized crop as a fraction of the image area.",
         _PART,
         increasing=True,
     )
     ratio: tuple[float, float] = setting(
         (3 / 4, 4 / 3),
-        "Width over height of a random_resized crop.",
+        "Aspect ratio (width / height) of a random_resized crop.",
         _POSITIVE,
         increasing=True,
     )
     pad: int = setting(
         4,
-        "Zero pixels added to each side before a pad crop.",
+        "Number of zero pixels added on each side before a pad crop.",
         _NATURAL,
         no_effect_with="augment.crop=random_resized, augment.crop=center",
     )
     hflip: float = setting(0.5, "Probability of a horizontal flip.", _SHARE)
     vflip: float = setting(0.0, "Probability of a vertical flip.", _SHARE)
     rotate: float = setting(
-        0.0, "Maximum rotation to either side in degrees; 0: none.", ge=0.0, le=180.0
+        0.0, "Maximum rotation in either direction in degrees; 0: none.", ge=0.0, le=180.0
     )
     color_jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
-        "Maximum change of brightness, contrast, saturation and hue; hue at most 0.5.",
+        "Maximum change in brightness, contrast, saturation and hue; at most 0.5 for hue.",
         _NOT_NEGATIVE,
     )
     auto: Policies = setting(
         Policies.none,
-        "Policy: trivial (TrivialAugment), rand (RandAugment's two operations), three (3-Augment) "
-        "or auto (AutoAugment).",
+        "Policy: trivial (TrivialAugment), rand (RandAugment with two operations), three "
+        "(3-Augment) or auto (AutoAugment).",
     )
     rand_augment: int = setting(
         0,
@@ -355,24 +364,22 @@ class AugmentConfig:
     )
     rand_augment_magnitude: int = setting(
         9,
-        "RandAugment: magnitude, on torchvision's scale of 31 bins.",
+        "RandAugment: magnitude, on torchvision's 31-bin scale.",
         ge=0,
         le=30,
         no_effect_with=f"{_OTHER_POLICIES}, augment.rand_augment=0 augment.auto=none",
     )
-    random_erasing: float = setting(
-        0.0, "Probability that a rectangle of an image is erased.", _SHARE
-    )
+    random_erasing: float = setting(0.0, "Probability of erasing a rectangle in an image.", _SHARE)
     erasing_scale: tuple[float, float] = setting(
         (0.02, 0.33),
-        "Erased area as a fraction of the image.",
+        "Erased area as a fraction of the image area.",
         _PART,
         increasing=True,
         no_effect_with="augment.random_erasing=0.0",
     )
     erasing_ratio: tuple[float, float] = setting(
         (0.3, 3.3),
-        "Height over width of the erased rectangle.",
+        "Aspect ratio (height / width) of the erased rectangle.",
         _POSITIVE,
         increasing=True,
         no_effect_with="augment.random_erasing=0.0",
@@ -380,19 +387,19 @@ class AugmentConfig:
     mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", _NOT_NEGATIVE)
     cutmix: float = setting(
         0.0,
-        "CutMix: alpha of the beta distribution; 0: none. If mixup is set too, each batch gets "
+        "CutMix: alpha of the beta distribution; 0: none. If mixup is also set, each batch uses "
         "one of the two.",
         _NOT_NEGATIVE,
     )
     own: str | None = setting(
         None,
-        "Your own function for each image after crop and flip, such as my_augment:cutout, "
-        "called with uint8 pixels and a random generator; null: none.",
+        "Your own function, such as my_augment:cutout, called for each image after crop and flip "
+        "with uint8 pixels and a random generator; null: none.",
         no_effect_with="loader.backend=arrays, data=fake",
     )
     own_batch: str | None = setting(
         None,
-        "Your own function for each batch on its device, before normalization, called with "
+        "Your own function, called for each batch on its device before normalization, with "
         "uint8 images and random numbers; null: none.",
     )
 
@@ -412,7 +419,7 @@ class ValLoaderConfig:
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches prefetched per worker; null: 2, with threads 2 in total.",
+        "Batches prefetched per worker; null: 2, or 2 in total for threads.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.val.num_workers=0, "
@@ -426,7 +433,7 @@ class LoaderConfig:
 
     autotune: bool = setting(
         False,
-        "Tune the settings below before training, with the search that tuner= names.",
+        "Tune the settings below before training, with the search selected by tuner=.",
         no_effect_with=f"mode=evaluate, mode=diagnose, mode=verify, data=fake, {_APPLIED}",
     )
     backend: BackendName | None = setting(
@@ -438,32 +445,32 @@ class LoaderConfig:
     batch_size: int = setting(64, "Images per batch and rank.", _COUNT)
     num_workers: int | None = setting(
         None,
-        "Workers (processes or threads) per rank; 0: the main process loads; null: one per "
+        "Workers (processes or threads) per rank; 0: load in the main process; null: one per "
         "usable core, up to 16.",
         _WORKERS,
         no_effect_with="loader.backend=arrays",
     )
     pin_memory: bool | None = setting(
-        None, "Copy batches to page-locked memory; null: if there is a CUDA device."
+        None, "Copy batches to page-locked memory; null: only if there is a CUDA device."
     )
     prefetch_factor: int | None = setting(
         None,
-        "Batches prefetched per worker; null: 2, with threads 2 in total.",
+        "Batches prefetched per worker; null: 2, or 2 in total for threads.",
         ge=1,
         le=10_000,
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     persistent_workers: bool | None = setting(
         None,
-        "Keep worker processes between epochs; null: true. Threads always stay.",
+        "Keep worker processes between epochs; null: true. Threads are always kept.",
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
-        True, "Drop the last images of an epoch if they are too few for a full update."
+        True, "Drop the last images in an epoch if there are too few for a full update."
     )
     order: OrderName = setting(
         OrderName.uniform,
-        "Order of the images in an epoch: uniform shuffles all of them; lanes reads shards "
+        "Image order in an epoch: uniform shuffles all images; lanes reads shards "
         "block by block and shuffles the images within a window of blocks.",
     )
     lanes: int = setting(
@@ -476,20 +483,20 @@ class LoaderConfig:
     )
     window_mb: int = setting(
         1024,
-        "Data shuffled at once over all lanes, in MiB; at least one block per lane.",
+        "Data shuffled together across all lanes, in MiB; at least one block per lane.",
         _COUNT,
         no_effect_with="loader.order=uniform",
     )
     timeout_s: float = setting(
-        120.0, "Maximum wait for a batch from a worker in seconds; 0: no limit.", _NOT_NEGATIVE
+        120.0, "Maximum wait for a worker's batch in seconds; 0: no limit.", _NOT_NEGATIVE
     )
     restart_workers: bool = setting(
         False,
         "Replace workers (processes or threads) that died or did not respond for timeout_s, "
-        "and retry the batch; the third failure at the same batch ends the run.",
+        "and retry the batch; a third failure on the same batch ends the run.",
         no_effect_with="loader.num_workers=0",
     )
-    start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
+    start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes are started.")
     device_prefetch: bool = setting(
         True, "Copy and normalize one batch ahead on a separate CUDA stream."
     )
@@ -500,11 +507,11 @@ class LoaderConfig:
 class TunerConfig:
     """Loader tuning (loader.autotune=true)."""
 
-    name: TunerName = setting(TunerName.auto, "Which search.")
+    name: TunerName = setting(TunerName.auto, "Search method.")
     budget_s: float | None = setting(
         None,
-        "Seconds for the search; a measurement that has started is completed. null: auto takes "
-        "at most 5 s, or seven steps if these take longer, and never more than a tenth of the "
+        "Time limit for the search in seconds; a running measurement is completed. null: auto "
+        "takes at most 5 s, or seven steps if they take longer, and never more than a tenth of the "
         "rest of the run; grid has no limit (tuner=grid sets 1800).",
         _POSITIVE,
     )
@@ -516,11 +523,11 @@ class TunerConfig:
     )
     live: bool | None = setting(
         None,
-        "While training, adapt the number of loader threads if that helps; null: yes, except "
+        "Adjust the number of loader threads during training if that helps; null: yes, except "
         "on CUDA. Only with one rank, tuner=auto and threads.",
         no_effect_with="loader.autotune=false, tuner=grid",
     )
-    fresh: bool = setting(False, "Ignore the stored tuning result of a similar run.")
+    fresh: bool = setting(False, "Ignore the stored tuning result from a similar run.")
 
 
 @dataclass(slots=True)
@@ -534,12 +541,12 @@ class ModelConfig:
     )
     weights: str | None = setting(
         None,
-        "Initial weights; null: random; DEFAULT: torchvision's best, or those of the timm "
-        "name, with their data.* settings; otherwise the path of a checkpoint, or of timm's "
+        "Initial weights; null: random; DEFAULT: torchvision's best, or those for the timm "
+        "name, with their data.* settings; otherwise the path to a checkpoint, or to timm's "
         "model.safetensors.",
     )
     args: dict[str, Any] = setting(
-        {}, "Additional arguments of the network's constructor, such as {drop_path_rate:0.1}."
+        {}, "Additional arguments for the network's constructor, such as {drop_path_rate:0.1}."
     )
 
 
@@ -549,11 +556,11 @@ class OptimConfig:
 
     name: str = setting(
         "sgd",
-        "sgd, adamw, a class of torch.optim such as RMSprop, one of timm's optimizers such as "
+        "sgd, adamw, a torch.optim class such as RMSprop, one of timm's optimizers such as "
         "lamb, or your own function: my_module:build.",
     )
     args: dict[str, Any] = setting(
-        {}, "Additional arguments of the optimizer, such as {betas:[0.9,0.98]}."
+        {}, "Additional arguments for the optimizer, such as {betas:[0.9,0.98]}."
     )
     lr: float = setting(0.1, "Peak learning rate.", _NOT_NEGATIVE)
     lr_per: int | None = setting(
@@ -565,7 +572,7 @@ class OptimConfig:
     momentum: float = setting(0.9, "Momentum (sgd).", _BELOW_ONE)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
     betas: tuple[float, float] = setting(
-        (0.9, 0.999), "Decay of the two moving averages (adamw).", _BELOW_ONE
+        (0.9, 0.999), "Decay rates of the two moving averages (adamw).", _BELOW_ONE
     )
     eps: float = setting(1e-8, "Term added to the denominator (adamw).", _POSITIVE)
     weight_decay: float = setting(1e-4, "Weight decay.", _NOT_NEGATIVE)
@@ -573,25 +580,25 @@ class OptimConfig:
         False, "Apply weight decay to norms and biases too, as pytorch/examples does."
     )
     clip_norm: float | None = setting(
-        None, "Maximum norm of all gradients together; null: no clipping.", _POSITIVE
+        None, "Maximum total norm of all gradients; null: no clipping.", _POSITIVE
     )
     loss: str = setting(
         "ce",
-        "Training loss: ce (cross-entropy), bce (binary cross-entropy of each class), or a "
-        "function of your own: my_module:loss. Evaluation reports cross-entropy.",
+        "Training loss: ce (cross-entropy), bce (binary cross-entropy for each class), or your "
+        "own function: my_module:loss. Evaluation reports cross-entropy.",
         pattern=(r"ce|bce|.*:.*", "ce, bce or module:function"),
     )
     bce_threshold: float | None = setting(
         None,
-        "Labels of mixed images above this value count as 1, others as 0; null: unchanged.",
+        "Mixed-image labels above this value are treated as 1, others as 0; null: unchanged.",
         _BELOW_ONE,
         no_effect_with="optim.loss=ce",
     )
-    label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", _BELOW_ONE)
+    label_smoothing: float = setting(0.0, "Label smoothing in the training loss.", _BELOW_ONE)
     class_weights: Any = setting(
         None,
-        "Weights of the classes in the training loss, which is averaged over images: a list in "
-        "class order; balanced: images / (classes * images of the class), as in scikit-learn; "
+        "Class weights in the training loss, which is averaged over images: a list in class "
+        "order; balanced: images / (classes * images in the class), as in scikit-learn; "
         "null: 1 for all.",
         _POSITIVE,
         pattern=(
@@ -613,13 +620,13 @@ class OptimConfig:
     )
     layer_decay: float | None = setting(
         None,
-        "Factor of the learning rate from each block to the one before it; the head has lr; "
+        "Learning-rate factor from each block to the one before it; the head uses lr; "
         "null: lr for all.",
         _PART,
     )
     ema_decay: float | None = setting(
         None,
-        "Decay of an exponential moving average of the weights, which is updated in each step "
+        "Decay of an exponential moving average of the weights, which is updated at each step "
         "and evaluated in their place; null: no average.",
         _INNER,
     )
@@ -629,12 +636,12 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over time."""
 
-    name: ScheduleName = setting(ScheduleName.cosine, "Which schedule.")
+    name: ScheduleName = setting(ScheduleName.cosine, "Schedule type.")
     warmup_epochs: float = setting(
-        0.0, "Epochs of linear warm-up; may be a fraction.", _NOT_NEGATIVE
+        0.0, "Number of linear warm-up epochs; may be fractional.", _NOT_NEGATIVE
     )
     warmup_steps: int | None = setting(
-        None, "Optimizer updates of linear warm-up; null: warmup_epochs.", _COUNT
+        None, "Number of linear warm-up updates; null: see warmup_epochs.", _COUNT
     )
     warmup_start: float = setting(
         0.0,
@@ -642,14 +649,14 @@ class ScheduleConfig:
         _SHARE,
     )
     warmup_overlaps: bool = setting(
-        False, "Let the cosine begin with the first epoch, during the warm-up, as in timm's script."
+        False, "Start the cosine in the first epoch, during the warm-up, as in timm's script."
     )
     per_epoch: bool = setting(
         False,
         "Change the learning rate only between epochs, as torchvision's and timm's scripts do.",
     )
     step_epochs: int = setting(
-        30, "Epochs between drops of the learning rate (step, exponential).", _COUNT
+        30, "Epochs between learning-rate drops (step, exponential).", _COUNT
     )
     milestones: Any = setting(
         None,
@@ -659,7 +666,7 @@ class ScheduleConfig:
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [60,120,160]"),
         increasing=True,
     )
-    gamma: float = setting(0.1, "Factor of each drop (step, exponential, plateau).", _PART)
+    gamma: float = setting(0.1, "Factor for each drop (step, exponential, plateau).", _PART)
     final_fraction: float = setting(
         0.0, "Fraction of the peak rate at the end (cosine, linear, onecycle).", _SHARE
     )
@@ -674,7 +681,7 @@ class ScheduleConfig:
 class TrainerConfig:
     """The training loop."""
 
-    epochs: int = setting(10, "Passes over the training set.", _COUNT)
+    epochs: int = setting(10, "Number of passes over the training set.", _COUNT)
     max_steps: int | None = setting(
         None, "Stop after this many optimizer updates; null: at the end of the last epoch.", _COUNT
     )
@@ -692,15 +699,14 @@ class TrainerConfig:
     precision: Precision = setting(
         Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16."
     )
-    channels_last: bool = setting(False, "Keep activations as NHWC.")
+    channels_last: bool = setting(False, "Keep activations in NHWC layout.")
     compile: bool = setting(
         False,
         "Train with torch.compile; short batches and evaluations run eagerly.",
     )
     compile_mode: str = setting(
         "default",
-        "Mode of torch.compile: default, reduce-overhead, max-autotune or "
-        "max-autotune-no-cudagraphs.",
+        "torch.compile mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs.",
         pattern=(
             "default|reduce-overhead|max-autotune(-no-cudagraphs)?",
             "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
@@ -708,14 +714,15 @@ class TrainerConfig:
         no_effect_with="trainer.compile=false",
     )
     sync_batch_norm: bool = setting(
-        False, "Let batch normalization use the images of all ranks; needs GPUs."
+        False, "Let batch normalization use the images on all ranks; requires GPUs."
     )
     checkpoint_blocks: bool = setting(
         False,
-        "Recompute the activations of each block in the backward pass: less memory, longer steps.",
+        "Recompute each block's activations in the backward pass: uses less memory, but steps "
+        "take longer.",
     )
     accumulate_steps: int = setting(
-        1, "Batches whose gradients are accumulated for one optimizer update.", _COUNT
+        1, "Number of batches whose gradients are accumulated per optimizer update.", _COUNT
     )
     eval_every_epochs: int = setting(
         1, "Epochs between evaluations; the last epoch is always evaluated.", _COUNT
@@ -731,7 +738,7 @@ class TrainerConfig:
         ge=1,
         le=1024,
     )
-    deterministic: bool = setting(False, "Use only deterministic kernels, and no cuDNN benchmark.")
+    deterministic: bool = setting(False, "Use only deterministic kernels; no cuDNN benchmarking.")
 
 
 @dataclass(slots=True)
@@ -749,7 +756,7 @@ class CheckpointConfig:
         10.0, "Minutes between checkpoints within an epoch; null: none.", _POSITIVE
     )
     grace_s: float = setting(
-        25.0, "Seconds in which a run saves and ends after a signal.", _POSITIVE
+        25.0, "Seconds that a run has to save and end after a signal.", _POSITIVE
     )
     keep_last: int = setting(
         2, "Number of newest checkpoints to keep, in addition to the best.", ge=2
@@ -760,10 +767,8 @@ class CheckpointConfig:
 class WatchConfig:
     """Logging."""
 
-    window_steps: int = setting(10, "Steps in one logged window.", _COUNT)
-    sample_s: float = setting(
-        1.0, "Seconds between samples of GPU and host load.", ge=0.1, le=3600.0
-    )
+    window_steps: int = setting(10, "Steps per logged window.", _COUNT)
+    sample_s: float = setting(1.0, "Seconds between GPU and host load samples.", ge=0.1, le=3600.0)
     tensorboard: bool = setting(True, "Write a TensorBoard event file.")
     wandb: Wandb = setting(
         Wandb.disabled,
@@ -793,10 +798,10 @@ class DistConfig:
         le=1024,
         no_effect_with="dist=single, dist=torchrun",
     )
-    backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
-    timeout_s: float = setting(600.0, "Timeout of collectives in seconds.", gt=0.0, le=2.5e6)
+    backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, otherwise gloo.")
+    timeout_s: float = setting(600.0, "Timeout for collectives in seconds.", gt=0.0, le=2.5e6)
     find_unused_parameters: bool = setting(
-        False, "Allow parameters that do not contribute to the loss of a step; slows each step."
+        False, "Allow parameters that do not contribute to a step's loss; slows every step."
     )
 
 
@@ -806,8 +811,8 @@ class ProfileConfig:
 
     steps: str | None = setting(
         None,
-        "First and last step of a profiler trace, written to the run folder, such as 10-20; "
-        "null: none.",
+        "First and last step of a profiler trace, such as 10-20, which is written to the run "
+        "folder; null: none.",
         pattern=(r"[1-9]\d*-[1-9]\d*", "the first and the last step, such as 10-20"),
     )
 
@@ -843,13 +848,13 @@ class Config:
         "train; evaluate, predict or export with the checkpoint in model.weights or resume; "
         "diagnose: find the bottleneck; verify: check that every image can be read.",
     )
-    seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
+    seed: int = setting(0, "Seed for everything random.", ge=0, le=2**32 - 1)
     device: str = setting(
         "auto", "auto (an idle GPU, else cpu), cpu, cuda, cuda:N or mps (untested)."
     )
     resume: str | None = setting(
         None,
-        "null: start at epoch 1; auto: resume if this run's folder has a checkpoint; a run "
+        "null: start at epoch 1; auto: resume if this run's folder contains a checkpoint; a run "
         "folder: resume there; a checkpoint: continue from it in a new folder.",
         no_effect_with="mode=diagnose, mode=verify",
     )
@@ -875,8 +880,8 @@ class Config:
     export: ExportConfig = section(ExportConfig)
 
 
-_NAMELESS = "published weights name no classes; name a run's folder or one of its checkpoints"
-# settings that cannot go together, as they are typed; the first one is named
+_NAMELESS = "published weights have no class names; specify a run folder or one of its checkpoints"
+# settings that contradict each other, as typed; the message names the first one
 _CONTRADICTIONS = {
     "loader.drop_last=false dist=spawn": (
         "batches would differ in size between ranks; set it to true or use dist=single"
@@ -886,15 +891,15 @@ _CONTRADICTIONS = {
     ),
     "loader.backend=auto tuner=grid": "tuner=grid only tries processes; use tuner=auto",
     "loader.backend=auto loader.autotune=false mode=train": (
-        "is chosen by the tuner; add loader.autotune=true, or choose processes, threads or arrays"
+        "the tuner chooses it; add loader.autotune=true, or choose processes, threads or arrays"
     ),
     "optim.nesterov=true optim=adamw": (
         "only affects sgd; for AdamW with its own defaults write optim=adamw"
     ),
     "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
-    "data=own": "name the function that opens your data: data.name=my_module:open_splits",
-    "mode=diagnose data=fake": "data=fake loads nothing; name a data set with data=NAME",
-    "mode=verify data=fake": "data=fake has no images; name a data set with data=NAME",
+    "data=own": "specify the function that opens your data: data.name=my_module:open_splits",
+    "mode=diagnose data=fake": "data=fake loads nothing; specify a data set with data=NAME",
+    "mode=verify data=fake": "data=fake has no images; specify a data set with data=NAME",
     "mode=evaluate model.weights=null resume=null": (
         "nothing to evaluate; write model.weights=PATH or resume=PATH"
     ),
@@ -907,13 +912,13 @@ _CONTRADICTIONS = {
     "mode=predict model.weights=DEFAULT resume=null": _NAMELESS,
     "mode=export model.weights=DEFAULT resume=null": _NAMELESS,
     "mode=predict data.root=null": "nothing to predict; write data.root=FOLDER or data.root=FILE",
-    "mode=export dist=spawn": "one process exports; use dist=single",
-    "mode=export dist=torchrun": "one process exports; start it without torchrun",
+    "mode=export dist=spawn": "only one process exports; use dist=single",
+    "mode=export dist=torchrun": "only one process exports; start it without torchrun",
 }
 
 
 def load(composed: DictConfig) -> Config:
-    """Returns checked settings from those that Hydra composed.
+    """Checks the settings that Hydra composed, and returns them.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts
@@ -921,7 +926,7 @@ def load(composed: DictConfig) -> Config:
     """
     config = typed_settings(composed)
     settings = list(walk(config))
-    # as they are typed: dist= is dist.name=
+    # as typed: dist= is dist.name=
     held = {f"{path.removesuffix('.name')}={shown(value)}" for path, value, _ in settings}
     for path, value, declared in settings:
         for why in _faults(value, declared, held):
@@ -936,7 +941,7 @@ def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
     meta = declared.metadata
     default = declared.default
     numbers = value if isinstance(value, tuple) else (value,)
-    # OmegaConf looks into no item that is a mapping or a list
+    # OmegaConf does not check items that are mappings or lists
     if default and isinstance(default, tuple) and [*map(type, numbers)] != [*map(type, default)]:
         yield f"takes exactly {len(default)} numbers"
     pattern, hint = meta.get("pattern", (".*", ""))
@@ -945,7 +950,7 @@ def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
         yield f"use {hint}"
     # bool is an int too
     for number in (each for each in numbers if type(each) in (int, float)):
-        # so that NaN is refused too, and an integer that is too long for a float
+        # also rejects NaN, and an integer that is too large for a float
         if not abs(number) <= 1e300:
             yield "must be a finite number"
         for name, sign in _SIGNS.items():
@@ -953,7 +958,7 @@ def _faults(value: Any, declared: Field[Any], held: set[str]) -> Iterator[str]:
                 yield f"must be {sign} {meta[name]}"
     if meta.get("increasing") and list(numbers) != sorted(numbers):
         yield "the first number may not be larger than the second"
-    # a setting without effect is refused, unless it asks for nothing
+    # a setting without effect is rejected, unless it requests nothing
     if not value or value == default:
         return
     for others in filter(None, meta.get("no_effect_with", "").split(", ")):
@@ -983,7 +988,10 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
             "the imbalance; use one of the two, or a list of weights"
         )
     if (c.data.fold or 0) >= c.data.folds:
-        yield f"data.fold={c.data.fold}: there are {c.data.folds} folds, from 0; raise data.folds"
+        yield (
+            f"data.fold={c.data.fold}: there are {c.data.folds} folds, counted from 0; raise "
+            "data.folds"
+        )
     if c.schedule.warmup_epochs > c.trainer.epochs:
         yield (
             f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
@@ -997,8 +1005,8 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
     starts = c.data.train_size_epochs or (0,)
     if starts[0] or len(starts) != len(train_sizes(c.data)):
         yield (
-            f"data.train_size_epochs={shown(c.data.train_size_epochs)}: give an epoch for each "
-            "side of data.train_size, the first one 0"
+            f"data.train_size_epochs={shown(c.data.train_size_epochs)}: specify one epoch for each "
+            "side length in data.train_size, starting with 0"
         )
     steps = [*map(int, (c.profile.steps or "1-1").split("-"))]
     if steps != sorted(steps):
@@ -1014,12 +1022,12 @@ class Interpolated(str):
 
 
 def typed_settings(composed: DictConfig) -> Config:
-    """Returns ``composed`` with the types of the schema, and nothing else checked."""
+    """Returns ``composed`` with the schema's types, without any other checks."""
     try:
         # without Hydra's own part; resolving finds every missing environment variable
         ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         plain = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
-        # merged once more: composing lets keys pass that were added with a plus
+        # merged again, because composing accepts unknown keys that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except (OmegaConfBaseException, OverflowError) as error:
         raise ConfigError(suggestions.explain(error)) from error
@@ -1063,13 +1071,13 @@ def saved(text: bytes) -> dict[str, Any]:
         ConfigError: it is not YAML, or has aliases, which may stand for any number of values.
     """
     try:
-        # a file nested too deeply ends here, long before its last event
+        # a file that is nested too deeply fails here, long before its last event
         yaml.compose(text.decode(), yaml.SafeLoader)
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError("contains aliases, which Hydra does not write")
         plain: Any = OmegaConf.to_container(OmegaConf.create(text.decode()))
-    # YAML's own, which has no base that Python has; omegaconf's
+    # YAML's errors, which have no built-in base class but Exception, and OmegaConf's
     except Exception as error:
         raise ConfigError(suggestions.explain(error) or str(error)) from error
     # a list, in a file that is not ours
@@ -1077,7 +1085,7 @@ def saved(text: bytes) -> dict[str, Any]:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yields every leaf of a tree of settings: dotted name, value, and its declaration."""
+    """Yields every leaf in a tree of settings: its dotted name, value and declaration."""
     for declared in dataclasses.fields(config):
         path = f"{prefix}{declared.name}"
         value = getattr(config, declared.name)
@@ -1093,7 +1101,7 @@ MAPPINGS = {path for path, value, _ in walk(Config()) if isinstance(value, dict)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every leaf of nested dictionaries: dotted name and value."""
+    """Yields every leaf in nested dictionaries: its dotted name and value."""
     for key, value in tree.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
             yield from leaves(value, f"{prefix}{key}.")
@@ -1108,7 +1116,7 @@ def adopted(
     source: str,
     tell: Callable[[str], None],
 ) -> Config:
-    """Returns ``config`` with the values of ``theirs``, by path, except for the paths ``kept``.
+    """Returns ``config`` with the values in ``theirs``, by path, except for the paths ``kept``.
 
     ``tell`` reports every difference with the ``source`` of the values.
     """
@@ -1131,13 +1139,13 @@ def adopted(
 
 
 def train_sizes(data: DataConfig) -> tuple[int, ...]:
-    """Returns the sides of training images in pixels, in the order of their epochs."""
+    """Returns the side lengths of training images in pixels, in epoch order."""
     sides = data.train_size or data.image_size
     return sides if isinstance(sides, tuple) else (sides,)
 
 
 def train_size(data: DataConfig, epoch: int) -> int:
-    """Returns the side of the training images of ``epoch``, from 0, in pixels."""
+    """Returns the side length of training images in ``epoch``, from 0, in pixels."""
     return train_sizes(data)[bisect(data.train_size_epochs or (0,), epoch) - 1]
 
 
@@ -1167,13 +1175,13 @@ def shown(value: Any) -> str:
 
 
 def installed(package: str, wish: str) -> Path:
-    """Returns the first file of an extra's package, which is not imported.
+    """Returns the first file of an extra's package, without importing the package.
 
     Raises:
         ConfigError: it is not installed, and ``wish`` needs it.
     """
     found = importlib.util.find_spec(package)
-    # a folder of that name is no package
+    # a folder with that name is not a package
     if found is None or found.origin is None:
         raise ConfigError(
             f'{wish} needs {package}: pip install -e ".[{package}]" or uv sync --extra {package}'
@@ -1199,22 +1207,22 @@ def classifiers(package: str = "torchvision") -> list[str]:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Rejects unknown networks, and networks without the requested weights; imports no torch.
+    """Rejects unknown networks, and networks without the requested weights; does not import torch.
 
     Raises:
-        ConfigError: names the setting and the way out.
+        ConfigError: the network or its weights do not exist.
     """
     is_own = ":" in model.name
     name = model.name
-    # no names where a package is laid out in another way: building the network then refuses it
+    # no names if a package has another layout; building the network then rejects unknown ones
     if name.startswith(TIMM):
-        # behind a dot are its weights'
+        # the name of the weights follows a dot
         name = name.partition(".")[0]
         known = classifiers("timm") or [name]
     else:
         known = [*OURS, *(classifiers() or [name])]
     if not is_own and name not in known:
-        own = "; a network of your own is named module:function"
+        own = "; specify your own network as module:function"
         hint = suggestions.nearest(model.name, known) or own
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or name in OURS) and model.weights == "DEFAULT":
@@ -1227,11 +1235,11 @@ def check_names(config: Config) -> None:
     """Rejects networks and data sets that do not exist, without importing torch.
 
     Raises:
-        ConfigError: with the nearest names.
+        ConfigError: a name does not exist; the error lists the nearest names.
     """
     check_model(config.model)
     name = config.data.name
-    # data=own only says that a function of the user's is to be named
+    # data=own only asks the user to specify a function
     sets = [known for known in choices("data") if known != "own"]
     if ":" not in name and name not in sets:
         raise ConfigError(

@@ -12,7 +12,7 @@ from contextlib import suppress
 import yaml  # type: ignore[import-untyped]
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-# the dotted names of all settings, by ``config``
+# the dotted names of all settings, filled in by ``config``
 SETTINGS: list[str] = []
 # settings and hints: their names in other programs
 _HERE = {
@@ -29,7 +29,7 @@ _HERE = {
     "write optim=adamw or optim=sgd": "opt optimizer",
     "write schedule=cosine, schedule=step or schedule=constant": "scheduler",
     "write data=NAME, or data=imagefolder data.root=FOLDER for your own images": "dataset",
-    "omit it; the number of classes follows from the data": "num_classes",
+    "omit it; the data determines the number of classes": "num_classes",
     "a run always writes a TensorBoard event file, metrics.jsonl and report.html; for Weights & "
     "Biases write watch.wandb=online": "wandb logger",
     "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER": (
@@ -44,7 +44,7 @@ _OTHER_NAMES = {name: here for here, names in _HERE.items() for name in names.sp
 def refused_flag(text: str, following: Sequence[str]) -> str:
     """Returns the message for an unknown flag, such as ``--lr 0.1``.
 
-    ``following`` are the arguments after it.
+    ``following`` contains the arguments after it.
     """
     flag, _, value = text.partition("=")
     name = flag.lstrip("-").replace("-", "_")
@@ -66,7 +66,7 @@ def _meant(name: str) -> list[str]:
     """Returns at most three settings that ``name`` may mean, or a hint.
 
     Other programs' names come first, then settings with the same last part, then the most similar
-    name of the same group, then of any.
+    name in the same group, then in any group.
     """
     group, _, last = name.rpartition(".")
     if other := _OTHER_NAMES.get(name) or _OTHER_NAMES.get(last):
@@ -86,18 +86,18 @@ def _meant(name: str) -> list[str]:
 
 def nearest(value: str, known: Sequence[str]) -> str:
     """Returns ``"; did you mean ...?"`` with the most similar names, or an empty string."""
-    # keeps the first of names that differ only in case, as in torch and timm
+    # keeps the first of several names that differ only in case, as in torch and timm
     by_name = {name.lower(): name for name in reversed(known)}
     near = difflib.get_close_matches(value.lower(), by_name, n=3)
     return f"; did you mean {', '.join(map(by_name.__getitem__, near))}?" if near else ""
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Returns one line for an error of Hydra or OmegaConf: setting, reason and remedy.
+    """Returns one line for an error from Hydra or OmegaConf: setting, reason and remedy.
 
-    None for other errors.
+    Returns None for other errors.
     """
-    # takes a tenth of a second, only spent on an error
+    # takes a tenth of a second, so only done after an error
     from hydra.errors import HydraException, MissingConfigException
 
     if isinstance(error, yaml.YAMLError):
@@ -105,12 +105,12 @@ def explain(error: BaseException | None) -> str | None:
         said = " ".join(str(getattr(error, "problem", None) or error).split())
         mark = getattr(error, "problem_mark", None)
         return said if mark is None else f"{mark.name}, line {mark.line + 1}: {said}"
-    # OmegaConf raises a foreign error for a number that is too long
+    # OmegaConf raises another kind of error for a number that is too long
     keys = re.findall(r"full_key: (\S+)", str(error))
     if not keys and not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if several := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
-        return f"{several[1]}: -m runs each value{_as_text(several[1])}"
+        return f"{several[1]}: add -m to run each value{_as_text(several[1])}"
     override = getattr(error, "override", "")
     # the wrapped error says more
     if isinstance(error, HydraException) and (wrapped := explain(error.__cause__)):
@@ -121,7 +121,7 @@ def explain(error: BaseException | None) -> str | None:
     name = getattr(error, "full_key", None) or next(iter(keys), "")
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{name}: unknown setting{_hint(name)}"
-    # other texts, without the lines that name Python types
+    # other messages, without the lines that name Python types
     text = re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", str(error))
     said = " ".join(text.split())
     if override:
@@ -137,20 +137,20 @@ def explain(error: BaseException | None) -> str | None:
 
 
 def override(name: str, value: str) -> str:
-    """Returns a setting for Hydra, whatever characters its value has."""
+    """Returns a setting for Hydra, whatever characters its value contains."""
     # commas, equals signs and tildes are syntax
     is_plain = re.fullmatch(r"[\w./+@-]+", value, re.ASCII)
     return f"{name}={value}" if is_plain else quoted(name, value)
 
 
 def typed(name: str, value: object) -> str:
-    """Returns a setting for a shell."""
+    """Returns a setting as typed in a shell."""
     return shell_word(override(name, str(value)))
 
 
 def quoted(name: str, value: str) -> str:
     """Returns a setting whose value Hydra reads as plain text, whatever its characters."""
-    # backslashes only count before a quote, including the closing one
+    # backslashes are special only before a quote, including the closing one
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", r"\'"), value)
     return f"{name}='{escaped}'"
 
@@ -177,7 +177,7 @@ def _as_text(override: str) -> str:
     name, equals, value = override.partition("=")
     closing = {"{": "}", "[": "]"}.get(value[:1], "")
     if not value.endswith(closing):
-        # a shell has split it at its spaces
+        # a shell has split it at spaces
         return f"; write the whole setting in quotes: '{override} ...{closing}'"
     plain = quoted(name, value)
     with suppress(HydraException):
@@ -189,8 +189,8 @@ def _as_text(override: str) -> str:
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:
-    """Returns the message for ``GROUP=VALUE`` that is none of ``options``."""
-    listed = f"there are: {', '.join(options) or 'none'}"
+    """Returns the message for a ``GROUP=VALUE`` that is not one of ``options``."""
+    listed = f"the choices are: {', '.join(options) or 'none'}"
     if len(options) > 12:
         listed = f"there are {len(options)}, such as {', '.join(options[:3])}"
     more = nearest(value, options)

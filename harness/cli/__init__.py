@@ -1,1 +1,1 @@
-"""The command line composes the settings, runs the job and reports errors."""
+"""Composes the settings from the command line, runs the job and reports errors."""

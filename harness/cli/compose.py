@@ -33,12 +33,12 @@ _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.
 _TEXTS = {path for path, _, leaf in walk(Config()) if re.match("str|(?!Any)[A-Z]", str(leaf.type))}
 _TEXTS.update(_PATHS)
 
-# the settings of this process's sweep
+# the settings for this process's sweep
 sweeps: list[DictConfig] = []
 
 
 class Begun(Callback):
-    """Records the settings of a starting sweep."""
+    """Records a sweep's settings when it starts."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keeps ``config``."""
@@ -49,14 +49,15 @@ class Begun(Callback):
 class FileConfigSource(file_config_source.FileConfigSource):
     """Config files that keep text as written and whose user-defined groups may set anything.
 
-    Hydra would turn the name 12e5 into 1200000.0, and put the settings of ``mygroup/`` into a
-    section of that name, which does not exist, unless it begins with ``# @package _global_``.
+    Hydra would turn the name 12e5 into 1200000.0, and put the settings in ``mygroup/`` into a
+    section with that name, which does not exist, unless the file begins with
+    ``# @package _global_``.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns the file ``config_path`` of this folder, such as ``experiment/mine``."""
+        """Returns the file ``config_path`` in this folder, such as ``experiment/mine``."""
         file = Path(self.path, self._normalize_file_name(config_path))
-        # Windows editors begin a file with a byte order mark
+        # some Windows editors start files with a byte order mark
         with file.open(encoding="utf-8-sig") as text:
             header = self._get_header_dict(text.read())
             text.seek(0)
@@ -74,7 +75,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def _tag_texts(node: Any, path: str) -> None:
-    """Tags numbers and booleans of text settings in ``node`` as text."""
+    """Tags the numbers and booleans in text settings in ``node`` as text."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             # << merges keys into its parent
@@ -87,7 +88,7 @@ def _tag_texts(node: Any, path: str) -> None:
 def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
     """Returns the command line's settings.
 
-    First the flags for other config folders or files, then the overrides.
+    The flags for other config folders or files come first, then the overrides.
     """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
     flags = (
@@ -96,7 +97,7 @@ def cli_overrides(chosen: HydraConf) -> tuple[str, ...]:
         ("dir", places.get("command-line"), None),
     )
     others = [f"--config-{name}={value}" for name, value, usual in flags if value != usual]
-    # as written: items of the list itself are resolved
+    # as written: reading the items from the list itself would resolve them
     overrides: Any = OmegaConf.to_container(chosen.overrides.task)
     return (*others, *overrides)
 
@@ -115,16 +116,16 @@ def args_parser() -> ArgumentParser:
 def prepared(arguments: list[str]) -> Namespace:
     """Parses the command line's ``arguments`` with Hydra's own parser.
 
-    A ``--config-path`` is relative to the current folder; Hydra would use its caller's. Flags may
-    appear anywhere. ``model=`` accepts any name that ``model.name=`` accepts.
+    A ``--config-path`` is relative to the current folder; Hydra would use its caller's folder.
+    Flags may appear anywhere. ``model=`` accepts any name that ``model.name=`` accepts.
 
     Raises:
         ConfigError: a flag is unknown, such as ``--lr 0.1``.
     """
     parser = args_parser()
-    # the default would print the usage
+    # the default function would print the usage
     parser.error = _refused  # type: ignore[method-assign]
-    # torch.distributed.launch and DeepSpeed add it, and also set the variable
+    # torch.distributed.launch and DeepSpeed add this flag and also set the variable
     added = f"--local-rank={os.environ.get('LOCAL_RANK')}"
     arguments = [text for text in arguments if text.replace("_", "-") != added]
     read, unknown = parser.parse_known_intermixed_args(arguments)
@@ -133,7 +134,7 @@ def prepared(arguments: list[str]) -> Namespace:
     if unknown:
         following = arguments[arguments.index(unknown[0]) + 1 :]
         raise ConfigError(suggestions.refused_flag(unknown[0], following))
-    # pkg://... is Hydra's
+    # pkg://... is Hydra's syntax
     if read.config_path and "://" not in read.config_path:
         read.config_path = str(Path.cwd() / read.config_path)
     # the user's config folders may have their own networks
@@ -146,7 +147,7 @@ def prepared(arguments: list[str]) -> Namespace:
 
 
 def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
-    """Returns a setting for Hydra; ``model=`` with none of ``networks`` becomes ``model.name=``.
+    """Returns a setting for Hydra; ``model=X`` with X not in ``networks`` becomes ``model.name=X``.
 
     ``~`` in paths is expanded, because shells do not expand it after ``=``. Text and choices are
     quoted if Hydra would read them as numbers: 1.50 as 1.5, and ``mode=2`` as the second choice.
@@ -154,7 +155,7 @@ def _as_written(text: str, networks: Sequence[str], grammar: str) -> str:
     """
     name, equals, value = text.partition("=")
     if value.startswith("~") and name.lstrip("+") in _PATHS:
-        # a sweep lists several
+        # a sweep lists several paths
         value = ",".join(map(os.path.expanduser, value.split(",")))
     elif name == "model" and not {*value.split(",")} <= {*networks}:
         name = "model.name"
@@ -172,10 +173,10 @@ _HELP = """wellfed: train an image classifier without starving the GPU.
 
   wellfed loader.autotune=true                          the generated dataset, tuned.
   wellfed data=imagefolder data.root=FOLDER             your own images.
-  wellfed mode=predict model.weights=RUN data.root=DIR  the classes of other images.
-  wellfed mode=export model.weights=RUN                 the network as one file.
+  wellfed mode=predict model.weights=RUN data.root=DIR  predicted classes for other images.
+  wellfed mode=export model.weights=RUN                 the network as a single file.
   wellfed -m loader.num_workers=0,1,2                   one run per value.
-  wellfed page multirun/DATE/TIME                       one page for all runs of a sweep.
+  wellfed page multirun/DATE/TIME                       one page for all runs in a sweep.
   wellfed compare outputs/first outputs/second          runs side by side, as a table.
   wellfed --version                                     the versions of wellfed, torch and Python.
 
@@ -188,7 +189,7 @@ Choices that set several values:
 
 
 def help_text(config: Config) -> str:
-    """Returns the text of ``--help``: the calls, the choices, all settings with their values."""
+    """Returns the ``--help`` text: commands, choices, and all settings with their values."""
     lines = []
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
@@ -213,17 +214,17 @@ def help_text(config: Config) -> str:
 
 
 def register(*, helps: bool = False) -> None:
-    """Registers the schema, the help page if ``helps``, and defaults for folders and sweepers.
+    """Registers the schema, the help page (if ``helps``), and defaults for folders and sweepers.
 
     The defaults replace Hydra's own instead of being in ``conf/config.yaml``, so they also apply to
-    a run that starts from another's ``.hydra`` folder.
+    a run that starts from another run's ``.hydra`` folder.
     """
     if helps:
-        # listing every choice, which the help page omits, would take a second
+        # listing every choice would take a second, and the help page omits the list
         Hydra.format_config_groups = lambda *_: ""  # type: ignore[method-assign]
 
     def help_page(*, _root_: DictConfig) -> str:
-        # Hydra resolves this for every run, at 15 ms each
+        # Hydra resolves this for every run, which takes 15 ms each time
         return help_text(typed_settings(_root_)).replace("$", "$$") if helps else ""
 
     # the names that conf/config.yaml and the defaults below use
@@ -251,15 +252,15 @@ def register(*, helps: bool = False) -> None:
     )
     store.store(group="hydra", name="config", node=node, provider="hydra")
     ranks = os.environ.get("WORLD_SIZE", "")
-    # not by RANK alone, which another launcher may have set
+    # RANK alone is not enough, because another launcher may have set it
     started = ranks.isdecimal() and ("TORCHELASTIC_RUN_ID" in os.environ or int(ranks) > 1)
     store.store(group="dist", name="default", node={"name": "torchrun" if started else "single"})
-    # plugins register theirs
+    # plugins register their sweepers
     Plugins.instance()
     SourcesRegistry.instance().types["file"] = FileConfigSource
     for sweeper in store.repo["hydra"]["sweeper"].values():
-        # groups of samplers have none
+        # sampler groups have no node
         stored = getattr(sweeper, "node", {})
         if "direction" in stored:
-            # of the best top-1, which a job returns
+            # of the best top-1 accuracy, which a job returns
             stored["direction"] = "maximize"

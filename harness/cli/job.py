@@ -1,4 +1,4 @@
-"""Runs one job: checks its settings, starts its ranks and wires the rooms."""
+"""Runs one job: checks its settings, starts its ranks and connects the packages."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Job:
 
     Attributes:
         config: its settings.
-        folder: the folder of its files.
+        folder: the folder for its files.
         overridden: its command-line overrides.
-        written: the files of ``.hydra/`` by name, as YAML.
-        began_s: its start, on ``time.perf_counter``.
+        written: the files in ``.hydra/`` by name, as YAML.
+        began_s: its start time, on ``time.perf_counter``.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class Job:
 
 
 def check(config: Config) -> None:
-    """Checks names of networks, datasets and files, without importing torch.
+    """Checks the names of networks, datasets and files without importing torch.
 
     Raises:
         ConfigError: a network or dataset does not exist, or ``dist`` does not fit the launcher.
@@ -74,7 +74,7 @@ def check(config: Config) -> None:
     # the first rank reads it for all
     if folder.is_first_rank() and resume not in (None, "auto") and not os.path.exists(resume):
         raise CheckpointError(f"resume={resume}: no such checkpoint; use null, auto or a path")
-    # a resumed run ignores them
+    # a resumed run ignores the weights
     if resume is None and weights not in (None, "DEFAULT") and not os.path.exists(weights):
         raise CheckpointError(f"model.weights={weights}: no such file; use null, DEFAULT or a path")
 
@@ -87,7 +87,7 @@ def _check_launcher(kind: DistName) -> None:
             value = os.environ.get(name, "")
             if not value.isdecimal():
                 raise ConfigError(
-                    f"dist=torchrun: {name}={value}: not a number; start with `torchrun "
+                    f"dist=torchrun: {name}={value} is not a number; start with `torchrun "
                     "--nproc-per-node N train.py ...`"
                 )
     elif os.environ.get("WORLD_SIZE", "1") != "1":
@@ -101,10 +101,10 @@ def _check_launcher(kind: DistName) -> None:
 
 
 def run(index: int, job: Job) -> None:
-    """Runs one job, in the processes that ``dist`` requires; ``index`` is 0."""
+    """Runs one job in the processes that ``dist`` requires; ``index`` is 0."""
     if folder.is_first_rank():
         folder.own(job.folder)
-        # hydra.run.dir and a sweep's run.name may name any folder
+        # hydra.run.dir and a sweep's run.name may specify any folder
         if not job.goes_on:
             folder.refuse_used(job.folder, job.config.mode is Mode.train)
         if not (job.goes_on and (job.folder / ".hydra").exists()):
@@ -120,17 +120,17 @@ def run(index: int, job: Job) -> None:
 
 
 def main_worker(local_rank: int, job: Job) -> None:
-    """Runs one rank, in its own process or in this one."""
+    """Runs one rank, either in its own process or in this one."""
     config = job.config
     loader = config.loader
     is_own = user_code.is_own(config.data.name)
-    # for the fork server, whenever it starts; the transforms of a user's dataset need torchvision,
-    # which each worker would otherwise import, in every epoch
+    # for the fork server, whenever it starts; the transforms in a user's dataset need torchvision,
+    # which each worker would otherwise import in every epoch
     preload = ["hydra", "wellfed.feed.processes", "wellfed.data.datasets"]
     forkserver.set_forkserver_preload(preload + ["torchvision"] * is_own)
     processes = is_own or schema.named_backend(config) is BackendName.processes
     if processes and loader.num_workers != 0 and loader.start_method is StartMethod.forkserver:
-        # while torch is imported here
+        # starts while torch is imported here
         workers.start_server()
     from ..monitor import console
     from ..monitor.monitor import refuse_hidden_gpu
@@ -174,7 +174,7 @@ def _feeds(config: Config, saved: Saved | None, world: World) -> Feeds:
 
 
 def _verify(world: World, job: Job) -> None:
-    """Reads every image of the dataset."""
+    """Reads every image in the dataset."""
     from ..data import datasets
     from ..diagnose.verify import verify
     from ..feed.feeds import Feeds
@@ -183,7 +183,7 @@ def _verify(world: World, job: Job) -> None:
     config = job.config
     signals.set_grace(config.checkpoint.grace_s)
     if user_code.is_own(config.data.name):
-        # opening must not fail at the first bad sample
+        # opening the dataset must not fail at the first bad sample
         config = replace(config, data=replace(config.data, on_error=OnError.skip))
     splits, sets = datasets.load_sets(config.data, config.seed, world.gathered)
     feeds = Feeds(splits, config, world)
@@ -191,7 +191,7 @@ def _verify(world: World, job: Job) -> None:
 
 
 def _apply(world: World, job: Job, saved: Saved | None) -> None:
-    """Predicts with a checkpoint's network, or exports it."""
+    """Predicts with a checkpoint's network or exports it."""
     from ..inference.loaded import export
     from ..inference.predict import predict
 
@@ -205,7 +205,7 @@ def _apply(world: World, job: Job, saved: Saved | None) -> None:
 
 
 def _wire(world: World, job: Job, saved: Saved | None) -> None:
-    """Wires the rooms in the order of the data, from the disk to the report."""
+    """Connects the packages in data-flow order, from the disk to the report."""
     from ..monitor.monitor import watched
     from ..report.reporter import Reporter
     from ..runtime import accelerator, limits
@@ -227,7 +227,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
     resumed = None if config.resume is None else state.step
     allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
     first = schema.train_size(config.data, state.epoch)
-    # the first one comes last: the feeds keep the last size
+    # the first size comes last, because the feeds keep the last one
     sizes = [*sorted({*schema.train_sizes(config.data)} - {first}), first]
     plans = {size: feeds.resize(size).settings(allowed) for size in sizes}
     val = feeds.val_settings(plans[first])
@@ -250,7 +250,7 @@ def _wire(world: World, job: Job, saved: Saved | None) -> None:
             plans[size], val = report.settings, report.val
         on_device = plans[first].backend == "arrays" and accelerator.get(world.device).has_streams
         if config.mode is Mode.train and on_device and (not found or report.reused):
-            # a step first allocates the network's memory; images get the rest
+            # first, a step allocates the network's memory; images get the rest
             with trials.preserved_state():
                 trials.demand(feeds.noise(config.loader.batch_size), 0.0)
         # normalize -> step -> evaluate -> save

@@ -1,1 +1,1 @@
-"""The clock measures the time of each part of a training step."""
+"""Measures the time of each part of a training step."""

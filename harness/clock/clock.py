@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from ..runtime.accelerator import Accelerator
 
 Batch = TypeVar("Batch")
-# parts of a wait, until the batch was made, received, pinned, and delivered
+# parts of a wait: until the batch was made, received, pinned, and delivered
 _WAIT_PARTS = ("make", "transport", "pin", "move")
 
 
 # callbacks are removed by identity, not by value
 @dataclass(slots=True, eq=False)
 class _Collections:
-    """Sums the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
+    """Sums the seconds spent on garbage collection in ``thread``; one of ``gc.callbacks``."""
 
     now: Callable[[], float]
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class _Collections:
     _began: float = 0.0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
-        """Record the start or stop of a collection."""
+        """Records the start or end of a collection."""
         if get_ident() == self.thread:
             if phase == "start":
                 self._began = self.now()
@@ -49,12 +49,13 @@ class _Collections:
 
 
 class StepClock:
-    """Measures the parts of training steps; called by the loop, in one thread.
+    """Measures the parts of training steps; called by the loop in one thread.
 
-    The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to
-    optimizer step, and calls ``step`` at the end of each; or ``watch`` does all three. No step
-    synchronizes. On CUDA ``computing()`` records three events, which are read some steps later,
-    after completion, and reused. On the device's timeline, over the ``computing()`` blocks i::
+    The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around everything
+    from forward pass to optimizer step, and calls ``step`` at the end of each step; or ``watch``
+    does all three. No step synchronizes. On CUDA, ``computing()`` records three events, which are
+    read some steps later, after completion, and reused. On the device's timeline, for the
+    ``computing()`` blocks i::
 
         gap_i          = end of compute i-1 to start of compute i, except gaps with a pause
         exposed_copy_i = the part of gap_i in which a requested batch was copied
@@ -64,13 +65,13 @@ class StepClock:
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
     Waits while the device has queued work, and work between two steps, are not stalls. Without
-    device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of ``next()``
-    after the feed has returned its batch, and host is the remainder. It is None if the device's
-    busy time is unknown. A step's device times may be counted in the next window.
+    device events, the stall is ``data_wait_fraction``; on a CPU, prepare is the rest of ``next()``
+    after the feed has returned its batch, and host is the remainder. The stall is None if the
+    device's busy time is unknown. A step's device times may be counted in the next window.
 
     Args:
-        device: of the network.
-        now: a monotonic clock in seconds, also an attribute; None: the device's.
+        device: the network's device.
+        now: a monotonic clock in seconds, also an attribute; None means the device's.
     """
 
     def __init__(
@@ -84,34 +85,34 @@ class StepClock:
         own = accelerator.get(device)
         self.now = now or own.now
         self._timeline = Timeline(own, self.now) if own.has_streams else None
-        # a CPU has finished its work when a call returns; MPS has not
+        # a CPU has finished its work when a call returns, but MPS has not
         self._times_compute = own.is_host and not own.has_streams
         self._tells = own.tells
-        # sums of the open window, and of closed windows by part of the run
+        # sums for the open window, and for closed windows by part of the run
         self._ledger = Ledger()
         self._closed = [Ledger()]
-        # of the current step: host seconds waiting, preparing, held back, computing
+        # for the current step: host seconds spent waiting, preparing, held back, computing
         self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
         self._wait_parts_s: Sums = defaultdict(float)
         self._host_parts_s: Sums = defaultdict(float)
-        # start of the current step, wait, computing block and noted work; shifted by pauses
+        # starts of the current step, wait, computing block and noted work; shifted by pauses
         self._since: dict[str, float] = {}
         self._paused = False
         # whether the current step is an epoch's first
         self._first = True
-        # preliminary end of the current computing block
+        # provisional end of the current computing block
         self._computed_s: float | None = None
         # stamps of the batch that ends the current wait, and its arrival
         self._arrival: tuple[Stamps | None, float | None] = (None, None)
         self._gc = _Collections(self.now)
-        # its seconds before the current step
+        # collection seconds before the current step
         self._gc_mark_s = 0.0
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block's host time, around ``next()`` on the feed, as data wait.
+        """Counts the host time of a block around ``next()`` on the feed as data wait.
 
         Nested blocks do not count, because a feed and its loop may both call this.
         """
@@ -132,7 +133,7 @@ class StepClock:
             self._wait_s += there - began
             self._prepare_s += ended - there
             if stamps is not None:
-                # each part gets the batch's time in it during the wait
+                # each part gets the time that the batch spent in it during the wait
                 at = began
                 for part, until in zip(_WAIT_PARTS, (*stamps, there), strict=True):
                     until = max(at, min(until, there))
@@ -142,20 +143,20 @@ class StepClock:
                 self._timeline.waits.append((began, there))
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
-        """Record the stamps of the batch that ends the current wait.
+        """Records the stamps of the batch that ends the current wait.
 
         Ignored outside of ``waiting()``.
 
         Args:
             stamps: when the batch was made, received and pinned, if known.
-            there_s: when it arrived, on the clock ``now``; the rest of the block does not count as
-                data wait.
+            there_s: when the batch arrived, on the clock ``now``; the rest of the block does not
+                count as data wait.
         """
         if "wait" in self._since:
             self._arrival = (stamps, there_s)
 
     def held(self, began_s: float) -> None:
-        """Exclude the time since ``began_s`` from the current wait; the device had queued work."""
+        """Excludes the time since ``began_s`` from the wait, because the device had queued work."""
         if "wait" in self._since and not self._paused:
             full_s = self.now() - began_s
             self._full_s += full_s
@@ -163,17 +164,17 @@ class StepClock:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Measure the block around forward, backward and optimizer step.
+        """Measures the block around the forward pass, backward pass and optimizer step.
 
-        Several blocks in one step add up. Enter the block on the network's stream. If it raises, it
-        is not measured on the device.
+        Multiple blocks in one step add up. Enter the block on the network's stream. If it raises,
+        it is not measured on the device.
         """
         if self._paused or "compute" in self._since:
             yield
             return
         if "step" not in self._since:
             self.start_epoch()
-        # collections are excluded if the host computes; else the device works in the meantime
+        # collections are excluded if the host computes; otherwise, the device works in the meantime
         self._since["compute"] = self.now() - self._gc.seconds * self._times_compute
         self._computed_s = None
         if self._timeline:
@@ -191,9 +192,9 @@ class StepClock:
             self._compute_s += max(0.0, ended_s - self._since.pop("compute"))
 
     def computed(self) -> None:
-        """End the current computing block here, unless this is called again before its end.
+        """Ends the current computing block here, unless this is called again before its end.
 
-        For hooks on optimizer steps, which cannot know whether another step follows.
+        This is for hooks on optimizer steps, which cannot know whether another step follows.
         """
         if "compute" in self._since and not self._paused:
             self._computed_s = self.now() - self._gc.seconds * self._times_compute
@@ -203,26 +204,26 @@ class StepClock:
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
     ) -> None:
-        """Record the events around one batch's copy, before the block that computes on it.
+        """Records the events around one batch's copy, before the block that computes on the batch.
 
         ``ready`` is recorded after other device work on the batch, such as normalization. For a
         batch that was not copied, ``end`` is ``start``. The caller must not reuse the events;
-        ``event`` does. Copies within a block do not count as computing: the block starts after the
-        first copy, and later ones are subtracted.
+        ``event`` does so. Copies within a block do not count as computing: the block starts after
+        the first copy, and later copies are subtracted.
         """
         if self._timeline and not self._paused:
             self._timeline.copied(Copy(start, end, ready or end))
 
     def event(self, own: Accelerator) -> TimingEvent:
-        """Returns a timed event of ``own`` for ``copied``, reused if possible."""
+        """Returns a timed event from ``own`` for ``copied``, reused if possible."""
         spare = self._timeline.spare if self._timeline else None
         return spare.popleft() if spare else own.event(timed=True)
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Name work between steps, such as logging, in ``Window.host_parts_s``.
+        """Names work between steps, such as logging, in ``Window.host_parts_s``.
 
-        Garbage collections inside are counted separately.
+        Garbage collections inside the block are counted separately.
         """
         if self._paused or "work" in self._since or "step" not in self._since:
             yield
@@ -235,7 +236,7 @@ class StepClock:
             self._host_parts_s[name] += took_s
 
     def start_epoch(self) -> None:
-        """Start a step, if none is open, and count it separately as an epoch's first."""
+        """Starts a step, if none is open, and counts it separately as an epoch's first step."""
         if self._paused:
             return
         self._first = True
@@ -245,7 +246,7 @@ class StepClock:
             self._gc.thread = get_ident()
 
     def step(self, images: int) -> None:
-        """End a step with ``images`` images on this rank."""
+        """Ends a step with ``images`` images on this rank."""
         if self._paused:
             return
         now = self.now()
@@ -287,7 +288,7 @@ class StepClock:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Exclude the block from all steps, as a pause called ``name``.
+        """Excludes the block from all steps, as a pause called ``name``.
 
         Calls inside the block do not count. The host first waits for the device to finish earlier
         steps; this time counts toward those steps.
@@ -307,9 +308,9 @@ class StepClock:
             self.left_out(name, began)
 
     def left_out(self, name: str, began_s: float) -> None:
-        """Exclude the time since ``began_s`` from all steps, as a pause called ``name``.
+        """Excludes the time since ``began_s`` from all steps, as a pause called ``name``.
 
-        For pauses detected afterwards, within the current step.
+        This is for pauses detected afterward, within the current step.
         """
         took_s = self.now() - began_s
         if self._timeline:
@@ -319,11 +320,11 @@ class StepClock:
             self._since[running] += took_s
 
     def settle(self) -> None:
-        """Wait for the device to finish earlier steps, and count the time toward them.
+        """Waits for the device to finish earlier steps, and counts the time toward them.
 
         Call this at the end of an epoch, because the next step is counted separately and the device
-        may still have queued work from this epoch. Device time of an epoch's first step after the
-        host has moved on counts toward that step.
+        may still have queued work from this epoch. Device time for an epoch's first step counts
+        toward that step even after the host has moved on.
         """
         if self._timeline is None or self._paused:
             return
@@ -339,11 +340,11 @@ class StepClock:
     def watch(
         self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None
     ) -> Iterator[Batch]:
-        """Yield one epoch of ``batches``; the caller's loop body is the step.
+        """Yields one epoch of ``batches``; the caller's loop body is the step.
 
-        ``images`` counts a batch's images, by default the length of the first tensor. Time before
-        and after the loop does not count, and neither does a step that ends with ``break`` or an
-        exception.
+        ``images`` counts a batch's images; the default is the length of the first tensor. Time
+        before and after the loop does not count, and neither does a step that ends with ``break``
+        or an exception.
         """
         self.start_epoch()
         try:
@@ -365,22 +366,22 @@ class StepClock:
                 self._since.pop("step", None)
 
     def end_epoch(self) -> None:
-        """Wait for the device, and count no time until the next step starts."""
+        """Waits for the device, and counts no time until the next step starts."""
         self.settle()
         if not self._paused:
             self._since.pop("step", None)
 
     def device_steps(self, count: int) -> tuple[float, ...]:
-        """Returns the seconds of the last ``count`` finished steps, end to end on the device.
+        """Returns the seconds for each of the last ``count`` steps, end to end on the device.
 
-        Empty if unknown.
+        The result is empty if they are unknown.
         """
         ends_s = [*self._timeline.ends_s][-count - 1 :] if self._timeline else []
         steps_s = tuple(later - earlier for earlier, later in pairwise(ends_s))
         return steps_s if len(steps_s) == count else ()
 
     def close_window(self) -> Window | None:
-        """Returns the window since the last call; None if no step has ended.
+        """Returns the window since the last call, or None if no step has ended.
 
         Never waits for the device.
         """
@@ -394,13 +395,13 @@ class StepClock:
         return ended.window(self._tells)
 
     def start_part(self) -> None:
-        """Starts another part of the run; all earlier windows are closed."""
+        """Starts another part of the run; all earlier windows must be closed."""
         self._closed.append(Ledger())
 
     def total(self, first: int = 0) -> Window:
-        """Returns the window of the whole run so far, including the open window.
+        """Returns the window for the whole run so far, including the open window.
 
-        Starts at part ``first``; -1 is the last one. Never waits for the device.
+        It starts at part ``first``; -1 is the last part. Never waits for the device.
         """
         if self._timeline:
             self._timeline.read(self._ledger)
@@ -413,19 +414,19 @@ class StepClock:
 def images_in(batch: Any) -> int:
     """Returns the number of images in a batch: the length of its first tensor or list of images.
 
-    1 for an object without a length.
+    The number is 1 for an object without a length.
     """
     if isinstance(batch, Mapping):
         batch = [*batch.values()]
     if not isinstance(batch, (tuple, list)):
         return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
-    # numbers and texts are one per image
+    # numbers and strings are one per image
     kinds = (tuple, list, Mapping)
     parts = (part for part in batch if isinstance(part, kinds) or hasattr(part, "ndim"))
     first = next(parts, None)
     if first is None:
         return len(batch)
-    # a detector's images differ in size
+    # images for a detector differ in size
     if isinstance(first, (tuple, list)) and getattr(next(iter(first), None), "ndim", 0) == 3:
         return len(first)
     return images_in(first)

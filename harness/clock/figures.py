@@ -1,11 +1,11 @@
 """Declares every logged metric once: its tag, unit, description and chart.
 
-Times and fractions measured by the clock are fields of ``Window``, other metrics members of
-``Tag``, each with its tag, unit, description and chart in the report. Tags, the keys of
-``report.json`` and the report follow. To add a step time, add a field here and
-a call to ``Ledger.count`` where it is measured.
+Times and fractions measured by the clock are fields of ``Window``; other metrics are members of
+``Tag``. Each has its tag, unit, description and chart in the report. Tags, the keys in
+``report.json`` and the report follow from these. To add a step time, add a field here and a call to
+``Ledger.count`` where it is measured.
 
-Imports only the standard library.
+This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _HELD_BACK = "Waiting for the system"
 _READS = "Reads by this run"
 _UTILIZATION = "GPU utilization"
 
-# steps by the host's clock: ``Window.step_ms`` without device times
+# step times by the host's clock: ``Window.step_ms`` if there are no device times
 HOST_STEP = "host_step_ms"
-# relative error of a quantile
+# relative error in a quantile
 _ERROR = 0.01
-# of the buckets' bounds
+# logarithm of the growth factor between bucket bounds
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))
 
 Sums = defaultdict[Any, float]
@@ -41,9 +41,9 @@ class Metric(NamedTuple):
     Attributes:
         tag: name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``, ``/p95``
             and ``/max``.
-        unit: ``ms`` is a ``Spread``, ``fraction`` is in 0..1, empty is a plain number.
+        unit: ``ms`` for a ``Spread``, ``fraction`` for a value in 0..1, empty for a plain number.
         text: description of a window's value in the report.
-        chart: title of its chart in the report; empty: no chart.
+        chart: title of its chart in the report; empty if it has no chart.
         label: name in that chart.
     """
 
@@ -55,22 +55,22 @@ class Metric(NamedTuple):
 
 
 class Tag(StrEnum):
-    """A metric outside of windows; metrics unsupported by a device are omitted.
+    """A metric outside of windows; metrics not supported by a device are omitted.
 
-    The comment above each describes it; ``docs/reference/metrics.md`` has more. A unit is given if
-    a chart or a bound needs it; otherwise it is part of the name.
+    The comment above each metric describes it; ``docs/reference/metrics.md`` has more details. A
+    unit is given if a chart or a bound needs it; otherwise, it is part of the name.
     """
 
     figure: Metric
 
     def __new__(cls, tag: str, unit: str = "", *charted: str) -> Self:
-        """Creates a member with the arguments of ``Metric`` except the text."""
+        """Creates a member from the arguments of ``Metric`` except the text."""
         member = str.__new__(cls, tag)
         member._value_ = tag
         member.figure = Metric(tag, unit, "", *charted)
         return member
 
-    # mean training loss of the window
+    # mean training loss in the window
     LOSS = "train/loss"
     # learning rate of the first parameter group
     LR = "train/lr"
@@ -82,11 +82,11 @@ class Tag(StrEnum):
     VAL_LOSS = "val/loss"
     # peak memory allocated by torch during the evaluation
     VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes"
-    # fraction of time in which some kernel ran
+    # fraction of time during which some kernel ran
     GPU_UTILIZATION = "gpu/utilization", "fraction", _UTILIZATION, "some kernel ran"
     # fraction of active multiprocessors
     GPU_SM_UTILIZATION = "gpu/sm_utilization", "fraction", _UTILIZATION, "multiprocessors in use"
-    # fraction of time in which kernels of other programs ran
+    # fraction of time during which kernels from other programs ran
     GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction"
     # memory in use on the whole GPU
     GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes"
@@ -105,7 +105,7 @@ class Tag(StrEnum):
     )
     # number of loader workers
     NUM_WORKERS = "loader/num_workers", "", "Workers", "processes or threads"
-    # fraction of the machine's CPU time in use, by all programs
+    # fraction of the machine's CPU time used by all programs
     CPU_FRACTION = "host/cpu_fraction", "fraction"
     # cores in use by all programs
     MACHINE_CPU_CORES = "host/machine_cpu_cores", "cores", _PROCESSORS, "the whole machine"
@@ -115,7 +115,7 @@ class Tag(StrEnum):
     OTHERS_CPU_CORES = "host/others_cpu_cores"
     # mean number of this run's threads waiting for a core
     QUEUED_THREADS = "host/own_queued_threads"
-    # memory of the machine, neither free nor cache
+    # the machine's memory that is neither free nor cache
     RAM_USED_BYTES = "host/ram_used_bytes"
     # fraction of periods in which a CPU quota throttled this run
     THROTTLED_FRACTION = (
@@ -124,31 +124,31 @@ class Tag(StrEnum):
         _HELD_BACK,
         "throttled by a CPU quota",
     )
-    # fraction of time this run waited for memory
+    # fraction of time that this run waited for memory
     MEMORY_STALL_FRACTION = (
         "host/memory_stall_fraction",
         "fraction",
         _HELD_BACK,
         "waiting for memory",
     )
-    # read from local disks, by all programs
+    # bytes read from local disks by all programs
     DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s"
-    # returned by this run's read calls
+    # bytes returned by this run's read calls
     READ_BYTES_PER_S = "host/own_read_bytes_per_s", "bytes/s", _READS, "asked for"
-    # fetched from storage for this run
+    # bytes fetched from storage for this run
     STORAGE_BYTES_PER_S = (
         "host/own_storage_bytes_per_s",
         "bytes/s",
         _READS,
         "came from storage (not from the page cache)",
     )
-    # page faults of this run that waited for storage, per second
+    # this run's page faults that waited for storage, per second
     MAJOR_FAULTS_PER_S = "host/major_faults_per_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, 95th percentile and maximum of a metric, in the unit of its name."""
+    """Median, 95th percentile and maximum of a metric, in the unit in its name."""
 
     median: float
     p95: float
@@ -156,34 +156,34 @@ class Spread:
 
 
 def _figure(*declared: str) -> Any:
-    """Declares a field of ``Window`` with the arguments of ``Metric``."""
+    """Declares a field of ``Window`` from the arguments of ``Metric``."""
     return field(default=None, metadata={"figure": Metric(*declared)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The metrics of consecutive steps: of one logged window, or of a whole run.
+    """The metrics for consecutive steps, in one logged window or in a whole run.
 
-    The first step of every epoch is counted separately, because it includes starting workers,
+    The first step in every epoch is counted separately, because it includes starting workers,
     choosing kernels and compiling networks. ``elapsed_s + first_step_s + sum(pauses_s.values())``
-    is the wall time. Metrics unsupported by the device or not measured yet are None, or absent from
-    a mapping. ``StepClock`` defines the terms.
+    is the wall time. Metrics that the device does not support or that are not measured yet are
+    None, or absent from a mapping. ``StepClock`` defines the terms.
 
     Attributes:
-        steps: finished steps, without first steps.
-        images: in these steps.
-        elapsed_s: wall time of these steps, without pauses.
+        steps: finished steps, excluding first steps.
+        images: number of images in these steps.
+        elapsed_s: wall time for these steps, excluding pauses.
         shares: fractions of time: ``compute``, ``launch`` (between kernels, if measured),
-            ``prepare``, ``starved``, ``exposed_copy`` and ``host``. They sum to 1. Only ``starved``
-            if computing cannot be timed.
+            ``prepare``, ``starved``, ``exposed_copy`` and ``host``. They sum to 1. There is only
+            ``starved`` if computing cannot be timed.
         wait_parts: fractions of the data wait, until the batch was made (``make``), received
             (``transport``), pinned (``pin``) and delivered (``move``). They sum to 1; empty if
             unknown.
         host_parts_s: wall time inside the steps by named work, and ``gc``.
-        stall_basis: the clock of ``shares`` and derived values: the host's, or device events.
+        stall_basis: the clock for ``shares`` and derived values: the host's, or device events.
         first_steps: finished first steps.
-        first_step_s: total wall time of first steps, including the time between epochs.
-        pauses_s: wall time by name.
+        first_step_s: total wall time for first steps, including the time between epochs.
+        pauses_s: wall time of pauses by name.
     """
 
     steps: int
@@ -192,7 +192,7 @@ class Window:
     stall_fraction: float | None = _figure(
         "stall/data_fraction",
         "fraction",
-        "of the time the device was idle due to missing data",
+        "of the time, the device was idle due to missing data",
         "Stalled share of the time",
         "stalled",
     )
@@ -202,7 +202,7 @@ class Window:
     step_ms: Spread | None = _figure(
         "time/step_ms",
         "ms",
-        "one step: end to end of computing on the device, if the host runs ahead; else host time",
+        "one step: between compute ends on the device if the host runs ahead; otherwise, host time",
     )
     data_wait_ms: Spread | None = _figure(
         "time/data_wait_ms",
@@ -210,7 +210,7 @@ class Window:
         "host time blocked on the feed: harmless while the device has queued work",
     )
     copy_ms: Spread | None = _figure(
-        "time/copy_ms", "ms", "one batch to the device, by CUDA events"
+        "time/copy_ms", "ms", "copying one batch to the device, by CUDA events"
     )
     compute_ms: Spread | None = _figure(
         "time/compute_ms",
@@ -218,12 +218,12 @@ class Window:
         "forward, backward and optimizer step: device time on CUDA, host time on a CPU",
     )
     gap_ms: Spread | None = _figure(
-        "time/gap_ms", "ms", "between two blocks of computing on the device"
+        "time/gap_ms", "ms", "time between two computing blocks on the device"
     )
     exposed_copy_ms: Spread | None = _figure(
         "time/exposed_copy_ms",
         "ms",
-        "of the gap: a requested batch was being copied",
+        "part of the gap: a requested batch was being copied",
     )
     prepare_ms: Spread | None = _figure(
         "time/prepare_ms", "ms", "batches were augmented and normalized"
@@ -231,7 +231,7 @@ class Window:
     starved_ms: Spread | None = _figure(
         "time/starved_ms",
         "ms",
-        "of the gap: no batch was ready; without device events all of the data wait",
+        "part of the gap: no batch was ready; without device events, all of the data wait",
     )
     host_ms: Spread | None = _figure(
         "time/host_ms", "ms", "the rest: launches, logging, garbage collection"
@@ -244,12 +244,12 @@ class Window:
     data_wait_fraction: float | None = _figure(
         "stall/data_wait_fraction",
         "fraction",
-        "of the time the host was blocked on the feed: an upper bound of the stall",
+        "of the time, the host was blocked on the feed: an upper bound on the stall",
     )
     device_full_fraction: float | None = _figure(
         "time/device_full_fraction",
         "fraction",
-        "of the time the host waited, two steps ahead of the device: harmless",
+        "of the time, the host waited, two steps ahead of the device: harmless",
     )
     shares: Mapping[str, float]
     wait_parts: Mapping[str, float]
@@ -261,16 +261,15 @@ class Window:
 
 
 class Ledger:
-    """Running sums for a ``Window``, of fixed size; the clock and the device's timeline add to
-    them.
+    """Running sums for a ``Window``, of fixed size; the clock and the timeline add to them.
 
-    Quantiles of a time are within 1% (below a microsecond: within a microsecond); the maximum is
+    The quantiles of a time are within 1% (or within a microsecond, if below one); the maximum is
     exact. Bucket bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
 
     Attributes:
-        sums: numbers by name, in groups. ``run`` has host clock sums;
-            ``device``, ``wait``, ``host`` and ``pause`` have seconds by part. Each time of a
-            ``Window`` is also a group, with the number of values per bucket.
+        sums: numbers by name, in groups. ``run`` contains sums from the host's clock; ``device``,
+            ``wait``, ``host`` and ``pause`` contain seconds by part. Each time in a ``Window`` is
+            also a group, with the number of values per bucket.
         longest: the largest value of each time, in milliseconds.
     """
 
@@ -279,23 +278,23 @@ class Ledger:
         self.longest: Sums = defaultdict(float)
 
     def count(self, name: str, seconds: float) -> None:
-        """Count one value of a time."""
+        """Counts one value of a time."""
         ms = 1e3 * seconds
-        # values outside are clamped to these two, at most 1,383 buckets
+        # values outside this range are clamped to it, so there are at most 1,383 buckets
         clipped = min(max(ms, 1e-3), 1e9)
         self.sums[name][math.ceil(math.log(clipped) / _LOG_GROWTH)] += 1
         if ms > self.longest[name]:
             self.longest[name] = ms
 
     def merge(self, other: Ledger) -> None:
-        """Add the sums of ``other``."""
+        """Adds the sums from ``other``."""
         for group, sums in other.sums.items():
             add(self.sums[group], sums)
         for name, ms in other.longest.items():
             self.longest[name] = max(ms, self.longest[name])
 
     def quantiles(self, name: str) -> Spread | None:
-        """Returns median, 95th percentile and maximum of a time; None before the first value."""
+        """Returns a time's median, 95th percentile and maximum, or None before the first value."""
         if name not in self.longest:
             return None
         counts = sorted(self.sums[name].items())
@@ -308,20 +307,20 @@ class Ledger:
         return Spread(*reversed(found))
 
     def window(self, by_host: bool = True) -> Window:
-        """Returns the window of these sums.
+        """Returns the window for these sums.
 
-        ``by_host``: without device times, the host's waits are an upper bound of the device's.
+        ``by_host``: without device times, use the host's waits, an upper bound on the device's.
         """
         run = self.sums["run"]
         spreads = {name: self.quantiles(name) for name in self.longest}
-        # a device reports its steps late, and some not at all
+        # a device reports its steps late, and some steps not at all
         spreads.setdefault("step_ms", spreads.pop(HOST_STEP, None))
         spent_s = dict(self.sums["device"])
         whole_s = sum(spent_s.values())
         on_device = whole_s > 0
         if on_device:
             if run["usual_s"]:
-                # launch waits within computing have their own name
+                # launch waits within computing are listed under their own name
                 waited = max(0.0, 1 - run["kernels_s"] / run["usual_s"])
                 spent_s["launch"] = waited * spent_s["compute"]
                 spent_s["compute"] -= spent_s["launch"]
@@ -357,13 +356,13 @@ class Ledger:
 
 
 def add(sums: Sums, more: Mapping[Any, float]) -> None:
-    """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
+    """Adds the numbers in ``more`` to those in ``sums`` under the same keys."""
     for key, number in more.items():
         sums[key] += number
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Returns each part as a fraction of ``whole``, at most 1; empty if that is 0."""
+    """Returns each part as a fraction of ``whole``, at most 1; empty if ``whole`` is 0."""
     if whole <= 0:
         return {}
     return {name: min(1.0, part / whole) for name, part in parts.items()}
@@ -372,7 +371,7 @@ def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
 STEP_FIGURES: Mapping[str, Metric] = {
     each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
 }
-"""The metrics of ``Window`` by name, which is also the key in ``report.json``."""
+"""The metrics in ``Window`` by name, which is also the key in ``report.json``."""
 
 
 FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))
@@ -380,14 +379,14 @@ FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag
 
 
 def by_tag(window: Window, ranks: int = 1) -> dict[str, float | Spread | None]:
-    """Returns the metrics of ``window`` by tag, with throughput over all ``ranks``."""
+    """Returns the metrics in ``window`` by tag, with the throughput of all ``ranks`` together."""
     found = {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
     found[STEP_FIGURES["images_per_s"].tag] = window.images_per_s and ranks * window.images_per_s
     return found
 
 
 def as_report(total: Window, ranks: int) -> dict[str, Any]:
-    """Returns the entry of a whole run in ``report.json``; empty values are None."""
+    """Returns the entry for a whole run in ``report.json``; empty values are None."""
     logged = by_tag(total, ranks)
     mappings = ("shares", "wait_parts", "host_parts_s")
     return {
@@ -400,10 +399,10 @@ def as_report(total: Window, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """One rank's step in milliseconds: means, except ``step_ms``, a median.
+    """One rank's step in milliseconds: means, except for ``step_ms``, which is a median.
 
-    ``stalled_ms`` is device time idle due to missing data, not the host's wait, which is harmless
-    while work is queued. None: unknown for the device.
+    ``stalled_ms`` is the time that the device is idle due to missing data, not the host's wait,
+    which is harmless while work is queued. Values unknown for the device are None.
     """
 
     rank: int
@@ -414,7 +413,7 @@ class RankFigures:
 
     @classmethod
     def of(cls, rank: int, total: Window, forward_ms: float | None) -> RankFigures:
-        """Returns the means of a rank's whole run."""
+        """Returns the means over a rank's whole run."""
         mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
         host = total.shares.get("host")
         return cls(

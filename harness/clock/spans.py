@@ -1,6 +1,6 @@
-"""Names blocks of the step loop in a profiler's trace.
+"""Names blocks in the step loop for a profiler's trace.
 
-Imports only the standard library; the recorder imports torch.
+This file imports only the standard library; the recorder imports torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 Mark = Callable[[str], AbstractContextManager[Any]]
 
 _NOTHING = nullcontext()
-# of the active recording
+# the active recording's mark
 _mark: Mark | None = None
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """Returns a block that a trace shows as ``name``; nearly free if nothing is recording."""
+    """Returns a block that a trace shows as ``name``; costs almost nothing without recording."""
     return _NOTHING if _mark is None else _mark(name)
 
 
 def record(mark: Mark | None) -> None:
-    """Sets the ``mark`` that makes blocks in all threads; None: nothing records."""
+    """Sets the ``mark`` that makes blocks in all threads; None stops recording."""
     global _mark
     _mark = mark

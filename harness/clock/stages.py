@@ -1,13 +1,13 @@
 """Divides the workers' time into reading, decoding, each transform and batch assembly.
 
 A worker reads the clock twice per batch, so its total is exact. *Laps* divide the total among the
-stages: a dataset with ``stages`` receives a function to call at the end of each. Laps are taken of
-whole batches, about one sample per 30 ms of work, to cost less than a thousandth: of all batches if
-samples take longer, of few if they take microseconds. A rare slow sample may be missed or counted
-for others.
+stages: a dataset with ``stages`` receives a function to call at the end of each stage. Laps are
+taken for whole batches, about one sample per 30 ms of work, so that they cost less than a
+thousandth: for all batches if samples take longer than that, for few if they take microseconds. A
+rare slow sample may be missed or treated as representative of others.
 
 Throughput follows operational laws (Denning and Buzen 1978): if a sample takes w wall seconds and c
-CPU seconds, n workers make at most n / w images/s, and C cores make C / (c + r + s), where
+CPU seconds, n workers make at most n / w images/s, and C cores make at most C / (c + r + s), where
 receiving an image takes r CPU seconds and the step takes s.
 """
 
@@ -30,9 +30,9 @@ START = ""
 SAMPLE = "sample"
 READ = "read"
 DECODE = "decode"
-# a batch without its samples
+# a batch, excluding its samples
 COLLATE = "collate"
-# part of it, allocating shared memory
+# the part of it that allocates shared memory
 SHARE = "share"
 GROUPS: Mapping[str, str] = {
     READ: "storage",
@@ -41,31 +41,31 @@ GROUPS: Mapping[str, str] = {
     SHARE: "transport",
     SAMPLE: "sample",
 }
-# group of stages that are not in GROUPS
+# group for stages that are not in GROUPS
 AUGMENT = "augment"
 
 Clock = Callable[[], float]
-# called by a dataset with each stage's name at its end
+# called by a dataset at the end of each stage with the stage's name
 Lap = Callable[[str], None]
 
-# a worker's row: samples, busy seconds; the fields of ``Work`` except ``moved``; wall seconds by
+# a worker's row: samples, busy seconds; the fields in ``Work`` except ``moved``; wall seconds by
 # stage, then CPU seconds
 _COUNTS = 2
 _HEAD = 6
-# work per timed sample; its laps take some 10 us with cold caches
+# seconds of work per timed sample, whose laps take about 10 us with cold caches
 _EVERY_S = 0.03
 
 
 class Stamps(NamedTuple):
-    """Timestamps of a batch on ``time.perf_counter``.
+    """A batch's timestamps, on ``time.perf_counter``.
 
-    All processes of a machine share this clock. Unpickling sets ``received_s``, and the batch's
-    ``pin_memory`` sets ``pinned_s``, after the tensors.
+    All processes on a machine share this clock. Unpickling sets ``received_s``, and the batch's
+    ``pin_memory`` sets ``pinned_s`` after pinning the tensors.
 
     Attributes:
-        made_s: completed by the worker.
-        received_s: received by this process; ``made_s`` if it was made here.
-        pinned_s: copied to pinned memory; ``received_s`` without pinning.
+        made_s: when the worker completed it.
+        received_s: when this process received it; ``made_s`` if it was made here.
+        pinned_s: when it was copied to pinned memory; ``received_s`` without pinning.
     """
 
     made_s: float
@@ -87,19 +87,19 @@ def received(made_s: float) -> Stamps:
 
 
 class StageCost(NamedTuple):
-    """Wall and CPU seconds of all samples in one stage; the difference is waiting."""
+    """Wall and CPU seconds for all samples in one stage; the difference is waiting time."""
 
     wall_s: float
     cpu_s: float
 
 
 class StageTotals(NamedTuple):
-    """The work of a feed's workers.
+    """The work done by a feed's workers.
 
     Attributes:
         samples: number of samples made.
-        busy_s: wall seconds of making samples, summed over workers; the sum of all stages.
-        stages: by name, in processing order; then ``collate``, and ``share`` for processes.
+        busy_s: wall seconds spent making samples, summed over workers; the sum of all stages.
+        stages: costs by name, in processing order; then ``collate``, and ``share`` for processes.
     """
 
     samples: int
@@ -107,7 +107,7 @@ class StageTotals(NamedTuple):
     stages: Mapping[str, StageCost]
 
     def since(self, before: StageTotals | None) -> StageTotals:
-        """Returns the work since ``before``, an earlier reading; None: all of it."""
+        """Returns the work since ``before``, an earlier reading, or all work if that is None."""
         if before is None:
             return self
         stages = {}
@@ -132,7 +132,7 @@ class StageTotals(NamedTuple):
         return {**each, Tag.BUSY_FRACTION: min(1.0, self.busy_s / worker_s)}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns each stage's name, group, and milliseconds per sample."""
+        """Returns each stage's name, group and milliseconds per sample."""
         return [
             {
                 "name": name,
@@ -145,14 +145,14 @@ class StageTotals(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Times of individually timed samples, over all workers.
+    """Times for individually timed samples, over all workers.
 
     Attributes:
-        samples: finished samples.
-        moved: workers that have finished a sample.
+        samples: number of finished samples.
+        moved: number of workers that have finished a sample.
         wall_s: sum of the samples' wall times in seconds.
-        wall_sq_s2: sum of their squares.
-        cpu_s: sum of the CPU seconds of the threads that made the samples.
+        wall_sq_s2: sum of the squared wall times.
+        cpu_s: sum of the CPU seconds used by the threads that made the samples.
     """
 
     samples: int
@@ -163,12 +163,12 @@ class Work(NamedTuple):
 
 
 def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
-    """Returns float64 zeros ``[rows, columns]``; each process writes its row, one reads all.
+    """Returns float64 zeros ``[rows, columns]``; each process writes its row, and one reads all.
 
     An aligned float64 is stored by one instruction on every 64-bit machine, so a reader without a
     lock never sees half a value. Values written together may be seen at different times. Pickling
-    shares the memory with a worker process, as for torch's batches; it is freed with its last
-    owner.
+    shares the memory with a worker process, as with torch's batches; the memory is freed when its
+    last owner is.
 
     Raises:
         RuntimeError, OSError: no shared memory is available.
@@ -181,25 +181,25 @@ def shared_rows(rows: int, columns: int, shared: bool = True) -> Tensor:
 
 
 def cells(rows: Tensor, slot: int) -> memoryview[float]:
-    """Returns a view of one row, ten times faster to write than the tensor."""
+    """Returns a view of one row, which is ten times faster to write to than the tensor."""
     # numpy arrays are buffers
     return memoryview(rows[slot].numpy())  # type: ignore[arg-type]
 
 
 class StageMeter:
-    """The totals of one feed's workers, in shared memory.
+    """The totals for one feed's workers, in shared memory.
 
     The totals never decrease, even when workers die. A reading may miss a batch or sample, or part
     of it, while a worker adds it.
 
     Attributes:
-        stages: of samples and batches, in order.
-        rows: one per worker, written by a ``StageTimer`` and ``timed``.
+        stages: the stages of samples and batches, in order.
+        rows: one row per worker, written by a ``StageTimer`` and ``timed``.
 
     Args:
-        stages: of the dataset, in order.
-        workers: number of writers, from slot 0; with none, the process itself writes to slot 0.
-        shared: whether they are processes, because threads need no shared memory.
+        stages: the dataset's stages, in order.
+        workers: number of writers, from slot 0; if 0, the process itself writes to slot 0.
+        shared: whether the workers are processes, because threads need no shared memory.
 
     Raises:
         RuntimeError, OSError: no shared memory is available.
@@ -215,7 +215,7 @@ class StageMeter:
     def read(self) -> StageTotals:
         """Returns the current totals over all slots.
 
-        A worker's time is divided among the stages in proportion to its timed samples.
+        A worker's time is divided among the stages in proportion to the times of its timed samples.
         """
         sizes = (_HEAD, len(self.stages), len(self.stages))
         counts, wall_s, cpu_s = self.rows.clone().split(sizes, dim=1)
@@ -229,7 +229,7 @@ class StageMeter:
         return StageTotals(int(samples), busy_s, stages)
 
     def timed(self, slot: int, make: Callable[..., Any], samples: int = 1) -> Callable[..., Any]:
-        """Wraps ``make`` so that each call counts as ``samples`` of worker ``slot``'s ``work``.
+        """Wraps ``make`` so that each call adds ``samples`` samples to worker ``slot``'s ``work``.
 
         A consumer sees only a queue, and a batch may take seconds. Calls that raise do not count.
         """
@@ -250,21 +250,21 @@ class StageMeter:
         return made
 
     def work(self) -> Work:
-        """Returns the current totals of ``timed``."""
+        """Returns the current totals from ``timed``."""
         rows = self.rows[:, _COUNTS:_HEAD].clone()
         samples, *seconds = rows.sum(dim=0).tolist()
         return Work(int(samples), int((rows[:, 0] > 0).sum()), *seconds)
 
 
 class StageTimer:
-    """Times a worker's batches, and about one sample per ``_EVERY_S`` of work.
+    """Times a worker's batches, and about one sample per ``_EVERY_S`` seconds of work.
 
-    Call ``begin`` and ``end`` for each batch. A batch with timed samples represents all since the
-    last such batch.
+    Call ``begin`` and ``end`` for each batch. A batch with timed samples represents all batches
+    since the last such batch.
 
     Args:
         meter: holds the totals.
-        slot: the row of ``meter`` to write, by one thread at a time.
+        slot: the row in ``meter`` to write to, by one thread at a time.
         now: the wall clock in seconds.
         cpu_now: the thread's CPU clock in seconds.
     """
@@ -279,22 +279,22 @@ class StageTimer:
         self._columns = {stage: column for column, stage in enumerate(meter.stages, _HEAD)}
         self._row = cells(meter.rows, slot)
         self._now = now
-        # of a batch with timed samples
+        # the laps in a batch with timed samples
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
         # avoids an attribute lookup
         self._lap: Lap = lambda stage: mark((stage, now(), cpu_now()))
-        # work since the last batch with timed samples
+        # seconds of work since the last batch with timed samples
         self._worked_s = math.inf
         self._begun_s = 0.0
-        # samples of this batch, and all since the last one with timed samples
+        # samples in this batch, and all since the last batch with timed samples
         self._samples = self._since = 0
 
     def begin(self, samples: int) -> Lap | None:
-        """Starts a batch; returns the timer of its samples, or None if they are not timed.
+        """Starts a batch; returns the timer for its samples, or None if they are not timed.
 
-        Call the timer with ``START`` at the start of a sample, and with each stage's name at its
-        end.
+        Call the timer with ``START`` at the start of a sample, and with each stage's name at the
+        end of the stage.
         """
         self._samples = samples
         self._since += samples
@@ -308,18 +308,18 @@ class StageTimer:
         return self._lap
 
     def mark(self, stage: str) -> None:
-        """Record the end of a stage of the batch itself, such as ``COLLATE`` or ``SHARE``.
+        """Records the end of a stage for the batch itself, such as ``COLLATE`` or ``SHARE``.
 
-        Time from ``START`` to ``end`` is ``COLLATE``.
+        The time from ``START`` to ``end`` counts as ``COLLATE``.
         """
         if self._marks:
             self._lap(stage)
 
     def end(self, samples: int) -> Stamps:
-        """Add the batch's time to the totals, after its last sample.
+        """Adds the batch's time to the totals, after its last sample.
 
-        If several workers fill one batch, each times its part; samples made by two are counted
-        once.
+        If several workers fill one batch, each times its part; samples made by two workers are
+        counted once.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -330,7 +330,7 @@ class StageTimer:
         if self._marks:
             if self._marks[-1][0] == START:
                 self._lap(COLLATE)
-            # time of the timed samples by stage, scaled to the samples they represent
+            # time for the timed samples by stage, scaled to the samples that they represent
             weight = self._since / self._samples
             for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
                 # excludes starts and stages that the dataset does not list
@@ -350,13 +350,13 @@ def roofline(cores: float, *each_s: float) -> float:
 
 
 def workers_for(images_per_s: float, wall_s: float) -> int:
-    """Returns the number of workers for a rate, if a worker takes ``wall_s`` per sample.
+    """Returns the number of workers for a rate if a worker takes ``wall_s`` per sample.
 
-    At least 1; a twentieth of a worker is rounded down.
+    The number is at least 1; a twentieth of a worker is rounded down.
     """
     return max(1, math.ceil(images_per_s * wall_s - 0.05))
 
 
 def total(stages: Collection[StageCost]) -> StageCost:
-    """Returns the total seconds of several stages."""
+    """Returns the total seconds for several stages."""
     return StageCost(sum(cost.wall_s for cost in stages), sum(cost.cpu_s for cost in stages))

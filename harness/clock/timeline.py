@@ -1,10 +1,10 @@
-"""Computes the device's busy and waiting time from timing events, without synchronization.
+"""Computes the device's busy and waiting times from timing events, without synchronization.
 
 Events give the time between two points on the device; the host's clock gives the host's activity.
-Aligning the two needs no synchronization: for each block an event is recorded on an otherwise idle
+Aligning the two needs no synchronization: for each block, an event is recorded on an otherwise idle
 stream, so it completes immediately. If another thread or a shared queue delays the event, the
-block's start is estimated too early. The previous block plus the time since, minus the clock drift,
-is also too early or exact, so the later of both is used.
+estimated start of the block is too early. The previous block's end plus the time since then, minus
+the clock drift, is also either too early or exact, so the later of the two is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .figures import Ledger, Sums, add
 if TYPE_CHECKING:
     from ..runtime.accelerator import Accelerator
 
-# interval in seconds of the host's clock
+# interval on the host's clock in seconds
 Span = tuple[float, float]
 # ``torch.cuda.Event(enable_timing=True)``, or an object with the same methods
 TimingEvent = Any
@@ -32,10 +32,10 @@ _SLOWEST = 1 - 1e-4
 
 
 class Copy(NamedTuple):
-    """Events of one batch: its copy from start to end, and when it is ready.
+    """Events for one batch: the start and end of its copy, and when it is ready.
 
-    ``end`` is ``start`` if nothing was copied because the batch was made on the device. ``amid`` a
-    block, on its stream, kernels wait for it.
+    ``end`` is ``start`` if nothing was copied because the batch was made on the device. If the copy
+    is ``amid`` a block, on the block's stream, kernels wait for it.
     """
 
     start: TimingEvent
@@ -46,28 +46,28 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Events of one computing block, with the host's measurements."""
+    """Events for one computing block, with the host's measurements."""
 
     start: TimingEvent
     end: TimingEvent
     mark: TimingEvent
-    # on which it started
+    # the stream on which it started
     stream: Any = None
     # the host's clock just before ``mark`` was recorded
     mark_s: float = 0.0
-    # blocked on the feed since the previous block
+    # intervals blocked on the feed since the previous block
     waits: Sequence[Span] = ()
-    # of its batches
+    # the copies of its batches
     copies: tuple[Copy, ...] = ()
-    # ``start``, or after its first copy
+    # ``start``, or when its first copy is ready
     begin: TimingEvent = None
-    # part of an epoch's first step
+    # whether it is part of an epoch's first step
     first: bool = False
-    # the previous block is unknown, and so is the gap
+    # whether the previous block, and therefore the gap, is unknown
     fresh: bool = False
-    # compute time of recent steps, if it was held back
+    # compute time in recent steps, if the block was held back
     usual_s: float = 0.0
-    # host time at the end of the step, for its last block
+    # host time at the end of the step, for the step's last block
     stepped_s: float | None = None
 
     def passed(self) -> bool:
@@ -83,58 +83,59 @@ class Timeline:
     """Events around computing blocks; ``StepClock`` defines the metrics.
 
     Args:
-        own: creates the events, and selects their streams.
+        own: creates the events and selects their streams.
         now: the host's clock in seconds.
 
     Attributes:
-        waits: intervals since the last block in which the host was blocked on the feed; set by the
-            clock.
-        copies: events of the next block's batches; set by the clock.
-        fresh: the current block is not measured; between blocks, the next gap is unknown.
-        ends_s: end of each of the last steps on the device, in host time.
+        waits: intervals since the last block during which the host was blocked on the feed; set by
+            the clock.
+        copies: events for the next block's batches; set by the clock.
+        fresh: whether the current block is not measured; between blocks, whether the next gap is
+            unknown.
+        ends_s: when each of the last steps ended on the device, in host time.
     """
 
     def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
         self._own = own
         self._now = now
         self._event: Callable[[], TimingEvent] = partial(own.event, timed=True)
-        # as many as the host was ahead of the device
+        # as many slots as blocks that the host was ahead of the device
         self._free: list[_Slot] = []
         self._pending: deque[_Slot] = deque()
-        # of the current block, if it is measured
+        # the current block, if it is measured
         self._running: _Slot | None = None
-        # the end of the current block is already recorded
+        # whether the end of the current block is already recorded
         self._marked = False
         # bounded for loops that never compute
         self.waits: deque[Span] = deque(maxlen=64)
         self.copies: deque[Copy] = deque(maxlen=64)
-        # reusable events of finished copies
+        # reusable events from finished copies
         self.spare: deque[TimingEvent] = deque(maxlen=64)
-        # the last one read, at whose end the next gap starts
+        # the last block read, at whose end the next gap starts
         self._previous: _Slot | None = None
         # host time of that end
         self._passed_s = -math.inf
         self.fresh = True
-        # measured blocks of the current step
+        # number of measured blocks in the current step
         self._unended = 0
         self._steps = 0
-        # compute time of steps, if the next block is to be held back
+        # the steps' compute time, if the next block is to be held back
         self._hold_s = 0.0
         self._held = 0  # number of held blocks
-        self._copies = 0  # for the last block
-        # one megabyte; tuning times fewer steps together
+        self._copies = 0  # number of copies for the last block
+        # one megabyte; tuning times fewer steps at once
         self.ends_s: deque[float] = deque(maxlen=1 << 15)
-        # delay of the device at epochs' first steps
+        # the device's delay in epochs' first steps
         self._late_s = 0.0
-        # sum of gaps of the step being read
+        # whether all gaps in the step being read are known
         self._known = True
-        self._step_s: Sums = defaultdict(float)  # of that step
-        self._usual_s = 0.0  # of that step, if it was held back
-        # of the last steps, because a window may be too short
+        self._step_s: Sums = defaultdict(float)  # seconds in that step, by part
+        self._usual_s = 0.0  # usual compute time for that step, if it was held back
+        # seconds in the last steps, because a window may be too short
         self._recent_s: deque[Sums] = deque(maxlen=16)
 
     def begin(self, *, first: bool) -> None:
-        """Begin a block."""
+        """Begins a block."""
         slot = self._free.pop() if self._free else _Slot(*(self._event() for _ in range(3)))
         self._running = slot
         slot.waits = tuple(self.waits)
@@ -154,17 +155,15 @@ class Timeline:
         self._hold_back(slot)
 
     def copied(self, copy: Copy) -> None:
-        """Record a copy for the next block, or for the current one, which starts after the
-        first.
-        """
+        """Records a copy for the next block or the current one, which starts after its first."""
         slot = self._running
         if slot is None:
             self.copies.append(copy)
         elif self._own.stream() != slot.stream:
-            # it delays nothing here
+            # the copy delays nothing here
             slot.copies += (copy,)
         elif self._marked:
-            # of this block, if its end moves
+            # belongs to this block if the block's end moves
             self.copies.append(copy)
         else:
             if not slot.copies:
@@ -173,7 +172,7 @@ class Timeline:
             self._hold_back(slot)
 
     def _hold_back(self, slot: _Slot) -> None:
-        """Hold the device here, if requested and no copy for the block follows.
+        """Holds the device back here if requested, unless a copy for the block follows.
 
         A copy from pageable memory would wait for the device.
         """
@@ -191,7 +190,7 @@ class Timeline:
         self._hold_s = 0.0
 
     def mark_end(self) -> None:
-        """End the current block here, unless this is called again."""
+        """Ends the current block here, unless this is called again."""
         slot = self._running
         assert slot is not None
         self._copies = len(slot.copies)
@@ -201,7 +200,7 @@ class Timeline:
         self._marked = True
 
     def end(self, *, whole: bool) -> None:
-        """End the block; discard it unless it is ``whole``."""
+        """Ends the block, and discards it unless it is ``whole``."""
         if not self._marked:
             self.mark_end()
         slot = self._running
@@ -216,36 +215,36 @@ class Timeline:
         self._unended += 1
 
     def step(self, ledger: Ledger) -> None:
-        """End a step and group its blocks."""
+        """Ends a step and groups its blocks."""
         if self._unended:
             # already fresh if the step's last block is missing
             if not self.fresh:
                 self._pending[-1].stepped_s = self._now()
             self._unended = 0
-        # events are nearly always complete by then; at the tenth step the third is read, the first
-        # known one
+        # events are nearly always complete by then; at the tenth step, the third step is read,
+        # which is the first known one
         self.read(ledger, keep=7)
         self._steps += 1
-        # the host stays ahead for some steps, which do not count for the next trial
+        # the host stays ahead for some steps, which do not count toward the next trial
         if self._steps % 40 != 10 or self._held >= 3:
             return
         # If the device may be waiting for launches, it is held back in one of the next blocks, so
         # that the host runs ahead and kernels run without gaps. The time saved is the launch wait,
-        # or a part of it if the queue was full or the host waited for the device.
+        # or part of it if the queue was full or the host waited for the device.
         launch = ledger.quantiles("launch_ms")
         usual_s, starved_s = (
             median([step_s[name] for step_s in self._recent_s] or [math.inf])
             for name in ("compute", "starved")
         )
-        # not if a slow loader would catch up in the meantime
+        # not if this would let a slow loader catch up in the meantime
         if launch and launch.median >= 900 * usual_s and starved_s < usual_s / 10:
             self._hold_s = usual_s
 
     def finish(self, ledger: Ledger) -> float:
-        """Wait until the device has finished the network's stream.
+        """Waits until the device has finished the network's stream.
 
-        Returns the total seconds by which the device lagged the host in epochs' first steps, since
-        the last call.
+        Returns the total seconds by which the device lagged behind the host in epochs' first steps
+        since the last call.
         """
         end = self._event()
         end.record(self._own.stream())
@@ -257,9 +256,9 @@ class Timeline:
         return late_s
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
-        """Count finished blocks, except the newest ``keep``.
+        """Counts finished blocks, except for the newest ``keep``.
 
-        Blocks of the current step are not counted yet.
+        Blocks in the current step are not counted yet.
         """
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot = self._pending.popleft()
@@ -276,7 +275,7 @@ class Timeline:
         if previous:
             gap_s = max(0.0, previous.end.elapsed_time(slot.begin)) / 1e3
         block_s = slot.begin.elapsed_time(slot.end) / 1e3
-        # start of the block on the device, in host time
+        # when the block started on the device, in host time
         start_s = max(
             slot.mark_s + slot.mark.elapsed_time(slot.begin) / 1e3,
             self._passed_s + gap_s * _SLOWEST,
@@ -315,7 +314,7 @@ class Timeline:
 def _explain(
     slot: _Slot, previous: _Slot | None, gap: Span, block_s: float, ledger: Ledger
 ) -> dict[str, float]:
-    """Returns the seconds in a block and in the ``gap`` before it, by part."""
+    """Returns the seconds in a block and in the preceding ``gap``, by part."""
     free_s = gap[0]
     if slot.waits:
         # a copy before the request is early and delays nothing
@@ -332,7 +331,7 @@ def _explain(
         ready_s = gap[0] + previous.end.elapsed_time(copy.ready) / 1e3
         for name, until_s in (("exposed_copy", began_s + copied_s), ("prepare", ready_s)):
             span = max(free_s, began_s), min(gap[1] + copy.amid * block_s, until_s)
-            # work on one stream is sequential
+            # work on a stream is sequential
             if span[0] < span[1]:
                 exposed.append(span)
                 spent_s[name] += span[1] - span[0]
@@ -345,8 +344,8 @@ def _explain(
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """Returns the overlap of ``some`` and ``others`` in seconds.
+    """Returns the overlap between ``some`` and ``others`` in seconds.
 
-    Spans within each do not overlap.
+    The spans within each sequence do not overlap.
     """
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)

@@ -1,1 +1,1 @@
-"""The data room opens datasets, decodes their images and augments them."""
+"""The data package opens datasets, decodes their images and augments them."""

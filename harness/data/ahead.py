@@ -1,4 +1,4 @@
-"""Reads samples of slow stores before they are needed, and keeps them on a fast disk."""
+"""Reads samples from slow stores before they are needed, and keeps them on a fast disk."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ..runtime.folder import log
 from .stores import Descriptor, Store
 from .tar import BLOCK, padded
 
-# samples of a shard that begin within this many bytes make a block
+# samples in a shard that begin within this many bytes form a block
 BLOCK_BYTES = 8 << 20
-# name, first byte and length of a sample or block
+# shard name, first byte and length of a sample or block
 _Part = tuple[str, int, int]
-# requests at once: at 50 ms each, 1,280 samples/s
+# concurrent requests: at 50 ms each, 1,280 samples/s
 _THREADS = 64
-# most that is announced and not read; older samples belong to passes that have ended
+# maximum size of announced, unread samples; older ones belong to passes that have ended
 _MOST_BYTES = 512 << 20
 _LOOK_S = 1.0
-# processes that count, by their numbers; two with one row would lose some counts
+# rows of the counters, chosen by process ID; two processes in one row would lose some counts
 _ROWS = 256
 
 
 class Ahead:
-    """The files of ``store``; announced parts are fetched by threads before they are read.
+    """The files in ``store``; threads fetch announced parts before they are read.
 
-    With ``data.scratch`` each file has a sparse copy there, which all processes of a machine fill
-    together. The parts keep their positions. The end of the file holds an XXH3 checksum of each
-    part, 8 bytes per 512 bytes of data. A part with a wrong checksum is fetched again.
+    With ``data.scratch``, each file has a sparse copy there, which all processes on a machine fill
+    together. The parts keep their positions. The end of the file contains an XXH3 checksum for
+    each part, 8 bytes per 512 bytes of data. A part with a wrong checksum is fetched again.
 
     Raises:
         ConfigError: the folder ``data.scratch`` cannot be created.
     """
 
     def __init__(self, store: Store, data: DataConfig, counts: Tensor | None = None) -> None:
-        # requests, their bytes, and bytes from scratch, a row per process
+        # requests, their bytes, and bytes from scratch; one row per process
         self._counts = shared_rows(_ROWS, 3) if counts is None else counts
         self.store = store
         self.root = store.root
@@ -62,7 +62,7 @@ class Ahead:
         self._lock = threading.Lock()
         self._process = 0
         self._held = 0
-        # time of the last look at the size of scratch; infinite: nothing more is written
+        # when the size of scratch was last checked; infinite: nothing more is written
         self._looked_s = 0.0
         self._opened = lru_cache(None)(self._open)
 
@@ -70,7 +70,7 @@ class Ahead:
         return Ahead, (self.store, self._data, self._counts)
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of requests, their bytes, and bytes from scratch, of all processes."""
+        """Returns the requests, their bytes, and the bytes from scratch, over all processes."""
         sums = map(int, self._counts.sum(0).tolist())
         return dict(zip(("requests", "bytes", "scratch_bytes"), sums, strict=True))
 
@@ -80,7 +80,7 @@ class Ahead:
             row += requests, fetched, kept
 
     def expect(self, parts: Sequence[_Part]) -> None:
-        """Starts fetching ``parts``; each will be read once."""
+        """Starts fetching ``parts``, each of which will be read once."""
         with self._lock:
             self._begin()
             for part in parts:
@@ -116,7 +116,7 @@ class Ahead:
         return self._coming.pop(part)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Returns exactly ``length`` bytes of a file; raises the store's errors."""
+        """Returns exactly ``length`` bytes from a file; raises the store's errors."""
         part = name, offset, length
         if not self._process:
             return self._fetch(*part)
@@ -126,7 +126,7 @@ class Ahead:
         if block:
             at = offset - begin
             data = block.result()[max(0, at) : at + length]
-            # other sets may have samples in it
+            # samples in this block may belong to other sets
             if len(data) == length:
                 return data
         return coming.result() if coming else self._fetch(*part)
@@ -163,7 +163,7 @@ class Ahead:
             with os.scandir(self._scratch) as files:
                 used = sum(file.stat().st_blocks for file in files) * 512
             if used > self._data.scratch_gb * 1e9:
-                self._stop("full; raise data.scratch_gb")
+                self._stop("is full; raise data.scratch_gb")
         return self._looked_s < float("inf")
 
     def _stop(self, why: str) -> None:

@@ -1,8 +1,8 @@
 """Augments uint8 batches ``[N, 3, H, W]`` on their device, from ColorJitter to mixup.
 
-The pixels equal those of torchvision's tensor functions, which take one parameter per batch; here
-each image has its own. Parameters are float64 ``[N]`` drawn on the host; the host never waits for
-the device.
+The pixels equal those from torchvision's tensor functions, which take one parameter per batch; here
+each image has its own. Parameters are float64 ``[N]`` and drawn on the host; the host never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..runtime import accelerator
 from ..runtime.seeding import BATCH, OWN, order_rng, uniforms
 from .own import OwnAugment
 
-# as torchvision's ColorJitter numbers them
+# numbered as in torchvision's ColorJitter
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 # uint8 pixels per chunk on a CPU, so that their float32 copies fit in its caches
 _CACHED_BYTES = 1 << 20
 
 _BINS = 31
-# random streams, as in seeding
+# random streams, like those in seeding
 _ERASE = 4
 _MIX = 5
 _TRIES = 10
-# in torchvision's order, which keeps operations of one group adjacent, then 3-Augment's
+# in torchvision's order, which keeps the operations in a group adjacent, then 3-Augment's
 Op = IntEnum(
     "Op",
     "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
     "Posterize Solarize AutoContrast Equalize Gray Blur",
     start=0,
 )
-# the first operation of each group that runs together, and the end of the last group
+# the first operation in each group that runs together, and the end of the last group
 _GROUPS = (
     Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
     Op.Gray, Op.Blur, len(Op),
@@ -51,7 +51,7 @@ _GROUPS = (
 # largest shear, shift (fraction of the side, and pixels), angle, color change, bits dropped
 _NARROW = 0.3, 150 / 331, 0, 30, 0.9, 4
 _WIDE = 0.99, 0, 32, 135, 0.99, 6
-# AutoAugment's pairs: operation, probability in tenths, magnitude; invert is Solarize 9
+# AutoAugment's pairs: operation, probability in tenths, magnitude; Solarize 9 inverts
 _IMAGENET = """Posterize 4 8    Rotate 6 9
 Solarize 6 5    AutoContrast 6 0
 Equalize 8 0    Equalize 6 0
@@ -81,7 +81,7 @@ Equalize 8 0    Equalize 6 0""".splitlines()
 
 @dataclass(eq=False)
 class BatchAugment:
-    """Applies ``parts`` one after the other; a function of (seed, epoch, index) and the pixels.
+    """Applies ``parts`` one after another, as a function of (seed, epoch, index) and the pixels.
 
     A part maps uint8 ``[N, 3, H, W]`` and float64 draws ``[N, part.draws]`` in [0, 1), one row per
     image, to new images. The user's ``own`` function runs last, on the whole batch.
@@ -106,7 +106,7 @@ class BatchAugment:
         return cls(parts, seed, own) if parts or own else None
 
     def __call__(self, images: Tensor, batch: Any) -> Tensor:
-        """Returns ``images``, uint8 ``[N, 3, H, W]``, augmented, in new memory on their device.
+        """Returns augmented ``images``, uint8 ``[N, 3, H, W]``, in new memory on their device.
 
         ``batch`` has the ``epoch`` and the samples' ``indices``, int64 ``[N]`` on the host.
         """
@@ -132,7 +132,7 @@ class BatchAugment:
 
 @dataclass(slots=True)
 class BatchRng:
-    """Random numbers of a batch on its ``device``; per image a function of (seed, epoch, index)."""
+    """A batch's random numbers on its ``device``: functions of (seed, epoch, index) per image."""
 
     seed: int
     batch: Any
@@ -146,17 +146,17 @@ class BatchRng:
         self._drawn += count
         indices = self.batch.indices.numpy()
         drawn = uniforms(self.seed, self.batch.epoch, indices, self._drawn, OWN)
-        # float32 would round the largest up to 1
+        # rounding to float32 would turn the largest into 1
         return to_device(drawn[:, first:].clip(max=1 - 2**-24), self.device)
 
 
 class ColorJitter:
-    """Changes brightness, contrast, saturation and hue in random order, as ``v2.ColorJitter``.
+    """Changes brightness, contrast, saturation and hue in random order, like ``v2.ColorJitter``.
 
     Args:
-        most: largest changes of the factors 1 of brightness, contrast and saturation, clamped at 0,
-            and largest hue rotation in either direction, 1 being the full circle; 0 disables an
-            operation.
+        most: largest deviations of the brightness, contrast and saturation factors from 1, with
+            factors clamped at 0, and largest hue rotation in either direction, where 1 is the full
+            circle; 0 disables an operation.
     """
 
     def __init__(self, most: Sequence[float]) -> None:
@@ -178,7 +178,7 @@ class ColorJitter:
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
         """Returns the jittered ``images``."""
         for kinds, amounts in zip(*(chosen.T for chosen in self.choose(draws)), strict=True):
-            # All blends at once, then the hues of the other images.
+            # All blends together, then the hues of the other images.
             hue = kinds == HUE
             images = blend(images, np.where(hue, BRIGHTNESS, kinds), np.where(hue, 1.0, amounts))
             if hue.any():
@@ -191,17 +191,17 @@ class Policy:
     """Applies random operations to each image, following a published policy.
 
     Each image draws one of the ``rows``, ``times`` times. A row's operations run in sequence; each
-    has its own probability, and a random direction if it has two. Interpolation is nearest and the
-    fill black, as torchvision's defaults. All images of an operation are processed together;
-    shears, shifts and rotations are one operation with different matrices.
+    has its own probability, and a random direction if it has two. As by default in torchvision,
+    interpolation is nearest and the fill is black. All images with the same operation are processed
+    together; shears, shifts and rotations are one operation with different matrices.
 
     Args:
-        rows: operations, each with its probability in tenths and its magnitude, a bin from 0, or -1
-            to draw it ``between``.
+        rows: operations, each with its probability in tenths and its magnitude, which is a bin
+            counted from 0, or -1 to draw it from ``between``.
         bins: number of magnitudes.
         ends: largest magnitudes, ``_NARROW`` or ``_WIDE``.
         times: number of rows drawn per image.
-        between: smallest and largest magnitude; by default of the blur width.
+        between: smallest and largest magnitude; by default, those of the blur width.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Policy:
         drawn = draws.reshape(len(draws), -1, 1 + self._table.shape[1])
         rows = (len(self._table) * drawn[..., 0]).astype(np.int64)
         ops, tenths, bins = np.moveaxis(self._table[rows], -1, 0)
-        # one draw decides whether an operation runs, and its direction or amount
+        # one draw determines whether an operation runs, and its direction or amount
         chances = drawn[..., 1:]
         ops = np.where(10 * chances < tenths, ops, Op.Identity)
         amounts = _levels(self._ends, self._bins, height, width)[ops, bins]
@@ -269,7 +269,7 @@ class Policy:
 
     def _operate(self, images: Tensor, ops: np.ndarray, amounts: np.ndarray) -> None:
         """Applies ``ops`` with their ``amounts`` to ``images``, in place."""
-        # in memory order, so that whole images are copied, not single bytes
+        # in memory order, so that whole images are copied instead of single bytes
         whole = images.permute(0, 2, 3, 1)
         for first, end in pairwise(_GROUPS):
             at = np.flatnonzero((first <= ops) & (ops < end))
@@ -297,10 +297,10 @@ class Policy:
             whole.index_copy_(0, rows, part.permute(0, 2, 3, 1))
 
 
-# a CPU calls this for every few images of a batch
+# on a CPU, this is called for every few images in a batch
 @lru_cache
 def _levels(ends: Sequence[float], bins: int, height: int, width: int) -> np.ndarray:
-    """Returns magnitudes by bin, ``[operations, bins]``, rounded as in torchvision.
+    """Returns the magnitudes by bin, ``[operations, bins]``, rounded as in torchvision.
 
     Units are fractions, pixels, degrees, dropped bits and, for solarize, a fraction of white; the
     last operations have no magnitude.
@@ -323,7 +323,7 @@ def moves(ops: np.ndarray, amounts: np.ndarray, height: int, width: int) -> np.n
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Returns ``values`` on ``device``, float64 as float32."""
+    """Returns ``values`` on ``device``, with float64 converted to float32."""
     if values.dtype == np.float64:
         values = values.astype(np.float32)
     return accelerator.get(device).copy(torch.from_numpy(values))
@@ -351,10 +351,10 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
 
 
 def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
-    """Rotates hues by ``turns``, 1 being the full circle.
+    """Rotates hues by ``turns``, where 1 is the full circle.
 
-    Computes the hue in sixths of the circle, then each channel from it (Smith 1978, "Color gamut
-    transform pairs").
+    Computes the hue in sixths of the circle, then computes each channel from it (Smith 1978, "Color
+    gamut transform pairs").
     """
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
@@ -371,11 +371,11 @@ def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
 
 
 def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
-    """Blends images with blurred copies: 1 is a no-op, 0 blurs; border pixels stay."""
+    """Blends images with blurred copies: 1 is a no-op, 0 blurs; border pixels do not change."""
     pixels = images.float()
     around = F.avg_pool2d(pixels, 3, stride=1, divisor_override=1)
     inner = pixels[:, :, 1:-1, 1:-1]
-    # thirteenths of integers are never half-way
+    # thirteenths of integers are never halfway between integers
     blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()
     inner.add_(blurred.sub_(inner).mul_(per_image(1.0 - factors, images)))
     return pixels.clamp_(0, 255).to(torch.uint8)
@@ -384,15 +384,15 @@ def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
 def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
     """Applies ``matrices``, float32 ``[N, 2, 3]``, with nearest interpolation and black fill.
 
-    Matrices act on pixel coordinates (x, y, 1) whose origin is the image's center. The arithmetic
-    matches torchvision to the last bit, because ties between two pixels would round differently
-    otherwise.
+    Matrices act on pixel coordinates (x, y, 1) whose origin is the image center. The arithmetic
+    matches torchvision's to the last bit, because ties between two pixels would otherwise round
+    differently.
     """
     count, _, height, width = images.shape
     places = torch.ones(height, width, 3, device=images.device)
     places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
     places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
-    # at -1 and 1
+    # with the edges at -1 and 1
     to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
     # matrix products round as the CPU's BLAS does, in torchvision too
     grid = places.view(-1, 3) @ to_device(to_edges, images.device).mT
@@ -401,7 +401,7 @@ def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
 
 
 def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
-    """Blurs like Pillow's ``GaussianBlur``: three box filters per axis; ``sigmas`` are at most 2.
+    """Blurs like Pillow's ``GaussianBlur``, with three box filters per axis; ``sigmas`` at most 2.
 
     A box includes fractional pixels at both ends (Gwosdek et al. 2011, "Theoretical foundations
     of Gaussian convolution by extended box filtering").
@@ -420,11 +420,11 @@ def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
 
 
 class Mix:
-    """Erases from each image, then mixes it with the previous one, as torchvision's v2 transforms.
+    """Erases a part of each image, then mixes it with the previous one, like torchvision's v2.
 
-    Erased rectangles have the mean color, 0 after normalization. They are a function of (seed,
-    epoch, index), mixing of (seed, epoch) and the first index of the batch. If mixup and CutMix are
-    both set, each batch uses one of them.
+    Erased rectangles have the mean color, which is 0 after normalization. They are a function of
+    (seed, epoch, index); mixing is a function of (seed, epoch) and the first index in the batch. If
+    mixup and CutMix are both set, each batch uses one of them.
     """
 
     def __init__(self, augment: AugmentConfig, classes: int, seed: int) -> None:
@@ -441,7 +441,7 @@ class Mix:
         return mix if augment.random_erasing or mix._mixers else None
 
     def choose(self, batch: Any) -> tuple[str, float, np.random.Generator]:
-        """Returns the mixer of a batch, each image's own share, and further random numbers."""
+        """Returns the mixer for a batch, each image's own share, and further random numbers."""
         rng = order_rng(self._seed, batch.epoch, int(batch.indices[0]), _MIX)
         name, alpha = self._mixers[rng.integers(len(self._mixers))]
         return name, rng.beta(alpha, alpha), rng
@@ -451,8 +451,8 @@ class Mix:
 
         Args:
             images: normalized, float ``[N, 3, H, W]``.
-            labels: int64 ``[N]``; mixed ones are float32 ``[N, classes]``.
-            batch: has the ``epoch`` and ``indices``, as for ``BatchAugment``.
+            labels: int64 ``[N]``; mixed labels are float32 ``[N, classes]``.
+            batch: has the ``epoch`` and ``indices``, as in ``BatchAugment``.
         """
         height, width = images.shape[2:]
         # one comparison per batch, without a list of rectangles to wait for
@@ -473,7 +473,7 @@ class Mix:
         if name == "mixup":
             images = _mixed(images, share)
         else:
-            # a rectangle of the previous image, area about 1 - share, clipped at the edges
+            # a rectangle from the previous image, with area about 1 - share, clipped at the edges
             half = 0.5 * math.sqrt(1.0 - share)
             x0 = int(rng.integers(width))
             y0 = int(rng.integers(height))
@@ -489,10 +489,10 @@ class Mix:
 
 
 def erased_boxes(draws: np.ndarray, height: int, width: int, augment: AugmentConfig) -> np.ndarray:
-    """Returns random rectangles: top, left, bottom, right, int64 ``[N, 4]``; 0 if none fits.
+    """Returns random rectangles: top, left, bottom, right, int64 ``[N, 4]``; zeros if none fits.
 
-    The distribution of torchvision's ``v2.RandomErasing``, with four of the ``draws``, ``[N, 4 *
-    tries]``, per try.
+    The distribution is that of torchvision's ``v2.RandomErasing``. Each try uses four of the
+    ``draws``, ``[N, 4 * tries]``.
     """
     area, aspect, down, across = np.moveaxis(draws.reshape(len(draws), -1, 4), 2, 0)
     least, most = augment.erasing_scale
@@ -510,7 +510,7 @@ def erased_boxes(draws: np.ndarray, height: int, width: int, augment: AugmentCon
 
 
 def _mixed(values: Tensor, share: float) -> Tensor:
-    """Blends ``share`` of each row with the previous row; the first row with the last."""
+    """Blends ``share`` of each row with the previous row, and the first row with the last."""
     mixed = torch.empty_like(values)
     torch.lerp(values[:-1], values[1:], share, out=mixed[1:])
     torch.lerp(values[-1:], values[:1], share, out=mixed[:1])

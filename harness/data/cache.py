@@ -1,9 +1,9 @@
 """Caches decoded pixels in one file, in memory or on disk, mapped by all local processes.
 
 The file has a header, a table with one column per image, and an append-only pixel area, so views
-stay valid. An image's offset is written last, so a killed writer leaves no partial entry. Pixels of
-earlier runs are verified on first use, by a checksum that includes their source's size and mtime.
-One run at a time writes a file on disk, others read it.
+stay valid. An image's offset is written last, so a killed writer leaves no partial entry. Pixels
+from earlier runs are verified on first use, by a checksum that includes their source's size and
+mtime. Only one run at a time writes to a file on disk; others read it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .transforms import resized
 # every rank's value in rank order, on every rank
 Gathered = Callable[[Any], list[Any]]
 
-# raise it if the file layout or the pixels from ``decode`` change
+# increase it if the file layout or the pixels from ``decode`` change
 _FORMAT = 5
 _HEAD = np.dtype([("key", "S64"), ("used", "<i8"), ("limit", "<i8")])
 # offset (0: none), height, width, and a checksum of pixels and source, all int64
@@ -49,17 +49,17 @@ _COLUMN_BYTES = 32
 class PixelCache:
     """The decoded images of ``source``: columns ``first`` onwards of ``file``."""
 
-    # as set by ``open_caches``
+    # fields as set by ``open_caches``
     file: MappedFile
-    # a byte per column, nonzero once this run wrote or verified the image
+    # one byte per column, nonzero once this run has written or verified the image
     checked: MappedFile
     # the column of the source's first image
     first: int
-    # a folder's files, or a part of them
+    # all files in a folder, or some of them
     source: Any
-    # largest longer side in pixels, larger images are shrunk; None: any
+    # maximum longer side in pixels; larger images are shrunk; None: unlimited
     max_side: int | None
-    # interpolation for shrinking
+    # interpolation used for shrinking
     interpolation: str
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class PixelCache:
         return PixelCache, tuple(getattr(self, field.name) for field in fields(self))
 
     def get(self, i: int) -> np.ndarray | None:
-        """Returns the pixels of image ``i``, a permanent read-only view; None if not cached."""
+        """Returns the pixels of image ``i`` as a permanent read-only view; None if not cached."""
         # in this order, because the image may be moved concurrently
         checked = self._checked[i]
         place = int(self._places[i])
@@ -99,7 +99,7 @@ class PixelCache:
         return None
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        """Caches ``pixels`` while there is room, shrunk if too large; returns them."""
+        """Caches ``pixels`` if there is space, shrunk if too large, and returns them."""
         if self.max_side is not None:
             pixels = shrunk(pixels, self.max_side, self.interpolation)
         if self._places[i] or not self.file.writable:
@@ -140,7 +140,7 @@ class PixelCache:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of memory that the cache may still allocate; 0 on disk."""
+        """Bytes of memory that the cache may still allocate; 0 for a cache on disk."""
         if os.fstat(self.file.fd).st_nlink:
             return 0
         return max(0, int(self._head["limit"] - self._head["used"]))
@@ -162,7 +162,7 @@ class PixelCache:
 
 
 def shrunk(pixels: np.ndarray, max_side: int, interpolation: str) -> np.ndarray:
-    """Returns ``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
+    """Returns ``pixels``, uint8 ``[H, W, 3]``, shrunk to a longer side of at most ``max_side``."""
     height, width, _ = pixels.shape
     factor = min(1.0, max_side / max(height, width))
     sides = max(1, round(width * factor)), max(1, round(height * factor))
@@ -174,12 +174,12 @@ def open_caches(
 ) -> tuple[PixelCache, PixelCache]:
     """Opens the caches of two sources in one file, read-only in a second run.
 
-    Every rank calls this. One rank of each machine opens the file, and the others map the same.
+    Every rank calls this. One rank on each machine opens the file, and the others map the same one.
 
     Raises:
         ConfigError: the sources have no files to decode, or the cache cannot be written.
     """
-    # everything that pixels depend on except the file's bytes; torch shrinks large images
+    # everything that affects the pixels except the file's bytes; torch shrinks large images
     packages = "pillow", *filter(find_spec, ["simplejpeg"]), "torch"
     software = list(map(version, packages))
     how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
@@ -217,10 +217,10 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
-    """Calls ``make`` in one process per machine; returns or raises its outcome on all."""
+    """Calls ``make`` in one process per machine; returns its result or raises its error in all."""
     machine = platform.node()
     with suppress(OSError):
-        # containers on one machine do not see each other
+        # containers on the same machine do not see each other
         machine = os.readlink("/proc/self/ns/pid")
         machine += Path("/proc/sys/kernel/random/boot_id").read_text()
     me = machine, os.getpid()
@@ -243,7 +243,7 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
 
 
 def _opened(path: Path, data: DataConfig, key: str, count: int) -> tuple[MappedFile, MappedFile]:
-    """Opens the cache file, and creates a byte per image that marks which are cached."""
+    """Opens the cache file, and creates one byte per image that marks it as checked."""
     if data.cache is DataCache.ram:
         budget_bytes = _budget(data, limits.measure().memory_bytes)
         file = _filled(memory(0), key, count, budget_bytes)
@@ -258,7 +258,7 @@ def _budget(data: DataConfig, free_bytes: int) -> int:
 
 
 def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
-    """Opens the cache file for writing, else for reading, else an empty one in memory."""
+    """Opens the cache file for writing or, failing that, for reading, or an empty one in memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _to_fill(path, data, key, count)
@@ -292,10 +292,10 @@ def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
         # held while the file is open, as long as a thread may write
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_size and not _used_bytes(fd, key, count):
-            log.warning("%s: corrupt or out of date, rebuilding", path)
+            log.warning("%s is corrupt or out of date; rebuilding", path)
             path.unlink()
             return _to_fill(path, data, key, count)
-        # space in use may stay in use
+        # space that the file uses may stay in use
         free_bytes = shutil.disk_usage(path.parent).free + os.fstat(fd).st_blocks * 512
         file = _filled(fd, key, count, _budget(data, free_bytes))
         opened.pop_all()
@@ -303,20 +303,20 @@ def _to_fill(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
 
 
 def _used_bytes(fd: int, key: str, count: int) -> int:
-    """Returns the allocated bytes of the file; 0 if it is not the cache with this key."""
+    """Returns the number of bytes allocated in the file; 0 if it is not the cache with this key."""
     start = _HEAD.itemsize + _COLUMN_BYTES * count
     data = os.pread(fd, start, 0)
     if len(data) < start or data[:64] != key.encode():
         return 0
     table = np.frombuffer(data, np.int64, offset=_HEAD.itemsize).reshape(4, -1)
-    # Not from the header, which may be older than the table after a power failure. As floats,
-    # because products of corrupt numbers overflow.
+    # Not from the header, which may be older than the table after a power failure. Computed as
+    # floats, because products of corrupt numbers may overflow.
     used = max(start, int((table[0] + 3.0 * table[1] * table[2]).max()))
     return used if used <= os.fstat(fd).st_size else 0
 
 
 def _filled(fd: int, key: str, count: int, budget_bytes: int) -> MappedFile:
-    """Maps the file for writing, with at least ``budget_bytes`` in all."""
+    """Maps the file for writing, with at least ``budget_bytes`` in total."""
     used = _used_bytes(fd, key, count)
     if not used:
         used = _HEAD.itemsize + _COLUMN_BYTES * count

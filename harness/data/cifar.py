@@ -26,7 +26,7 @@ from .download import fetch, make_once
 from .mapped import memory, path_of
 from .storage import ArraySource, cache_root
 
-# unpacked size limit of an archive; the real ones have 186 MB
+# size limit of an unpacked archive; the real ones have 186 MB
 _MOST_BYTES = 256 << 20
 
 _CLASSES = {
@@ -53,13 +53,13 @@ def _published(name: str) -> Any:
 
 
 def open_cifar(data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """Opens the training and the test set; all local processes share the pixels.
+    """Opens the training and test sets; all local processes share the pixels.
 
     CIFAR-100 uses its 100 fine labels.
 
-    ``data.root`` may hold the archive, or its files if another program has unpacked them. If
-    missing, the archive is downloaded there and kept. It is unpacked once, next to it or in the
-    user's cache, and can then be deleted.
+    ``data.root`` may contain the archive, or its files if another program has unpacked them. If
+    both are missing, the archive is downloaded there and kept. It is unpacked once, next to the
+    archive or in the user's cache, and can then be deleted.
 
     Raises:
         DataError: the archive is unavailable, or differs from the published one.
@@ -103,7 +103,7 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
         ) from error
     if digest != md5:
         raise DataError(
-            f"{archive}: wrong MD5 digest, expected {md5}, got {digest}; get it from its "
+            f"{archive}: wrong MD5 digest: expected {md5}, got {digest}; get it from its "
             f"publisher, or set data.md5={digest} to accept this archive"
         )
     files = published.train_list + published.test_list
@@ -123,7 +123,7 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
     )
     if not data.download:
         raise DataError(
-            f"{archive}: missing, and data.download=false; set it to true, or {way_out}"
+            f"{archive} is missing, and data.download=false; set it to true, or {way_out}"
         )
     mirror = data.mirror or "https://www.cs.toronto.edu/~kriz"
     try:
@@ -133,7 +133,7 @@ def _fetch(archive: Path, target: Path, data: DataConfig) -> None:
 
 
 def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
-    """Returns the sets of the published files in ``folder``: images uint8 ``[N, 32, 32, 3]``."""
+    """Returns the sets in ``folder``'s published files: images are uint8 ``[N, 32, 32, 3]``."""
     published = _published(name)
     sources = []
     part = published.meta["filename"]
@@ -178,7 +178,7 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
 def read_members(
     archive: Path, wanted: Collection[str], most_bytes: int = _MOST_BYTES
 ) -> dict[str, bytes]:
-    """Returns the bytes of the ``wanted`` members of a ``.tar.gz``.
+    """Returns the bytes of the ``wanted`` members in a ``.tar.gz``.
 
     Does not call tarfile's extract methods, because a chain of links longer than PATH_MAX escapes
     even ``filter="data"`` (CVE-2025-4517). Member names are only compared, never used as paths.
@@ -191,7 +191,7 @@ def read_members(
     found: dict[str, bytes] = {}
     try:
         with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
-            # to the very end, because gzip's checksum is there
+            # to the very end, because that is where gzip's checksum is
             content = stream.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ValueError(f"unpacks to more than {most_bytes} bytes")
@@ -207,7 +207,7 @@ def read_members(
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         raise DataError(
-            f"{archive}: corrupt ({error!r}); delete the file and get it from its publisher"
+            f"{archive} is corrupt ({error!r}); delete the file and get it from its publisher"
         ) from error
     return found
 
@@ -231,7 +231,7 @@ def _values(content: bytes) -> list[Any]:
 
 
 def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
-    """Returns the rows, uint8 ``[N, 3072]``, and the labels under ``key`` of a pickled batch."""
+    """Returns the rows, uint8 ``[N, 3072]``, and the labels under ``key`` in a pickled batch."""
     values = _values(content)
     labels = [*takewhile(lambda value: type(value) is int, values[values.index(key) + 1 :])]
     rows = len(labels), 3072
@@ -239,6 +239,6 @@ def _batch(content: bytes, key: str) -> tuple[np.ndarray, list[int]]:
     pixels = np.frombuffer(text.encode("latin-1"), np.uint8)
     if pixels.size != 3072 * len(labels) or "u1" not in values or rows not in pairwise(values):
         raise ValueError("data is not one row of 3072 bytes per integer label")
-    # column-major order is marked by a flag before the bytes or, since protocol 5, a letter
+    # column-major order is marked by a flag before the bytes or, since protocol 5, by a letter
     by_columns = values[values.index(text) - 1] is True or "F" in values
     return pixels.reshape(rows, order="F" if by_columns else "C"), labels

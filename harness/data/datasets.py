@@ -1,8 +1,8 @@
 """Opens the training and validation sets of ``data.name`` and loads their samples.
 
-A new dataset is a function from ``DataConfig`` to two sources, a line in ``DATASETS`` and one in
+A new dataset requires a function from ``DataConfig`` to two sources, a line in ``DATASETS`` and in
 ``_SETTINGS``, a file in ``conf/data/`` and a test; or a user function, which ``harness.data.own``
-opens.
+calls.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class ImageDataset:
     skips: bool = False
     # whether black pixels replace it, because another sample may be unreadable too
     blanks: bool = False
-    # images whose random crop can be decoded alone; None: all
+    # images whose random crop can be decoded alone; None: all images are decoded in full
     whole: Whole | None = None
-    # the user's, after the transform
+    # the user's augmentation, applied after the transform
     own: OwnAugment | None = None
-    # blocks of shards that are kept in memory; 0: samples are fetched alone
+    # number of shard blocks kept in memory; 0: samples are fetched individually
     block_room: int = 0
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class ImageDataset:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The lap names of ``fill``, in order."""
+        """The lap names used by ``fill``, in order."""
         own = () if self.own is None else (self.own.setting,)
         return ("read", "decode", *self.transform.stages, *own)
 
@@ -101,7 +101,7 @@ class ImageDataset:
         return store if isinstance(store, Ahead) else None
 
     def expect(self, indices: np.ndarray) -> int:
-        """Announces samples by their indices; returns the bytes that the source reads ahead."""
+        """Announces samples by index; returns the number of bytes that the source reads ahead."""
         if self.ahead is None:
             return 0
         rows = indices % len(self)
@@ -121,10 +121,10 @@ class ImageDataset:
     ) -> int:
         """Writes sample ``index`` of ``epoch`` into ``out``; returns its label.
 
-        Several threads may call at once.
+        Several threads may call this concurrently.
 
         Args:
-            epoch: seeds the sample's random numbers, with the index.
+            epoch: seeds the sample's random numbers, together with the index.
             index: index into the source, plus its length for each repeat in an epoch.
             out: uint8 ``[3, image_size, image_size]``.
             lap: called at the end of each of the ``stages``, with its name.
@@ -167,19 +167,19 @@ class ImageDataset:
         except Exception as error:
             if isinstance(error, BadSample | ConfigError) or is_out_of_memory(error):
                 raise
-            # any error: a StopIteration would silently end a worker's epoch
+            # any error, because a StopIteration would silently end a worker's epoch
             reason = str(error) if isinstance(error, DecodeError) else user_code.message(error)
             raise BadSample(self.source.where(place), reason) from error
 
     def sized(self, size: int) -> ImageDataset:
-        """Returns the dataset with images of ``size`` pixels and the same crops."""
+        """Returns the dataset with images of side length ``size`` and the same crops."""
         short = self.options.eval_resize
         short = short and round(short * size / self.options.image_size)
         transform = replace(self.transform, size=size, resize=short)
         return replace(self, transform=transform, image_size=size)
 
     def _decoded(self, place: int, data: bytes, rng: SampleRng) -> tuple[np.ndarray, Box | None]:
-        """Returns the pixels of ``data``, or a region of them and the drawn crop within it."""
+        """Returns the pixels in ``data``, or a region of them and the drawn crop within it."""
         whole = self.whole
         digest = 0 if whole is None else xxhash.xxh3_64_intdigest(data)
         if whole is not None and whole.has(place, digest):
@@ -194,10 +194,10 @@ class ImageDataset:
 
 @dataclass(frozen=True, slots=True)
 class FakeDataset:
-    """The sizes of a dataset whose tensors are generated on the device."""
+    """The length and image size of a dataset whose tensors are generated on the device."""
 
     length: int
-    image_size: int  # side in pixels
+    image_size: int  # side length in pixels
 
     def __len__(self) -> int:
         return self.length
@@ -215,23 +215,23 @@ class Splits:
     classes: tuple[str, ...]
     name: str
     root: str  # empty if the dataset has its own location
-    val_name: str = "validation images"  # or "test images", or "images" for all below root
-    trains: bool = True  # False: train is val, for evaluation
+    val_name: str = "validation images"  # or "test images", or "images" for all images below root
+    trains: bool = True  # False: train is the same as val, for evaluation
 
     @property
     def cache(self) -> PixelCache | None:
-        """The decoded cache of both sets, or None."""
+        """The decoded cache for both sets, or None."""
         return self.train.cache if isinstance(self.train, ImageDataset) else None
 
     @property
     def fetched(self) -> dict[str, int] | None:
-        """Requests and bytes from a slow store so far; None: nothing is fetched ahead."""
+        """Requests to and bytes from a slow store so far; None if nothing is prefetched."""
         ahead = self.train.ahead if isinstance(self.train, ImageDataset) else None
         return ahead.counts() if ahead else None
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The training labels, int64 ``[N]``; None if there are none or unknown."""
+        """The training labels, int64 ``[N]``; None if there are none or they are unknown."""
         if not self.trains:
             return None
         if isinstance(self.train, ImageDataset):
@@ -246,17 +246,17 @@ class Splits:
         """
         if self.labels is None:
             raise ConfigError(
-                f"{setting} needs all training labels before images are read; give the "
-                f"Dataset of data.name={self.name} an attribute targets, a list of integers as in "
+                f"{setting} needs all training labels before images are read; give the Dataset "
+                f"from data.name={self.name} a targets attribute, a list of integers as in "
                 "torchvision datasets, or return a source"
             )
         return self.labels
 
     def class_weights(self, optim: OptimConfig) -> list[float] | None:
-        """Returns the class weights set by ``optim``; None: all are 1.
+        """Returns the class weights set by ``optim``; None if all are 1.
 
         Raises:
-            ConfigError: the number of weights and classes differ, or the labels are unknown.
+            ConfigError: the numbers of weights and classes differ, or the labels are unknown.
         """
         weights = optim.class_weights
         classes = len(self.classes)
@@ -276,14 +276,14 @@ class Splits:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the cache may still allocate, for all ranks of this machine."""
+        """Bytes that the cache may still allocate, for all ranks on this machine."""
         return self.cache.reserved_bytes if self.cache is not None else 0
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the training set's name, place, sizes and digest, as plain values.
 
-        The digest changes if a file is added, removed or renamed, or a sampled file is modified
-        (all files, up to 400). Other sources have 16 samples read.
+        The digest changes if a file is added, removed or renamed, or if a sampled file is modified
+        (up to 400 files are sampled). For other sources, 16 samples are read.
         """
         found: dict[str, Any] = {
             "name": self.name,
@@ -314,12 +314,12 @@ class Splits:
         return found | {"digest": digest.hexdigest()}
 
 
-# files sampled per tree: a few milliseconds on a disk
+# files sampled per tree, which takes a few milliseconds on a disk
 _LOOKED_AT = 400
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
-    """Opens 1797 handwritten digits of 8x8 gray pixels, a fifth of each class to validate.
+    """Opens 1797 handwritten digits of 8x8 gray pixels; a fifth of each class is for validation.
 
     The digits are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C.
     Kaynak, 1998, https://doi.org/10.24432/C50P49, CC BY 4.0), in scikit-learn's order.
@@ -342,17 +342,17 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
     return open_folder_splits(_root(data), _held_out(data))
 
 
-# what opens all images of a table or of shards
+# what opens all images in a table or in shards
 _LISTINGS: dict[str, Any] = {"table": TableSource, "shards": open_shards}
 
 
 def open_listed(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the images listed in a user's table, or the sets of tar shards.
+    """Opens the images listed in a user's table, or the sets in tar shards.
 
     Raises:
-        ConfigError: ``data.root`` or ``data.table`` is not set or wrong, or a pattern names no
+        ConfigError: ``data.root`` or ``data.table`` is missing or wrong, or a pattern matches no
             shard.
-        DataError: the table or the shards are refused, or a set is empty.
+        DataError: the table or the shards are rejected, or a set is empty.
     """
     return open_table_splits(_LISTINGS[data.name](_root(data), data), _held_out(data))
 
@@ -361,7 +361,7 @@ def _held_out(data: DataConfig) -> HeldOut:
     if data.fold is None:
         return data.split_fraction
     if data.split_fraction is not None:
-        raise ConfigError(f"data.fold={data.fold} excludes data.split_fraction: set one to null")
+        raise ConfigError(f"data.fold={data.fold} excludes data.split_fraction; set one to null")
     return Fold(data.fold, data.folds)
 
 
@@ -383,7 +383,7 @@ DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "table": open_listed,
     "shards": open_listed,
 }
-# no source, created by load
+# has no source; created by load
 FAKE = "fake"
 _NAMES = ", ".join([*DATASETS, FAKE])
 
@@ -407,10 +407,10 @@ _SETTINGS = {
 def load(
     data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]
 ) -> Splits:
-    """Opens the dataset ``data``, with training augmentation by ``augment`` and ``seed``.
+    """Opens the dataset that ``data`` selects, augmented for training by ``augment`` and ``seed``.
 
-    Every rank calls this. ``gathered`` returns every rank's value in rank order, for a shared
-    cache.
+    Every rank calls this. ``gathered`` returns the values from all ranks in rank order, for a
+    shared cache.
 
     Raises:
         ConfigError: a name is unknown, or a setting has no effect or is missing.
@@ -424,15 +424,15 @@ def load(
         names = tuple(map(str, range(made.classes)))
         train = FakeDataset(made.train_images, size)
         return Splits(train, FakeDataset(made.val_images, size), names, FAKE, root)
-    # two sources, or two datasets of the user, which need nothing else
+    # two sources, or two user datasets, which need nothing else
     if user_code.is_own(data.name):
         opened: Any = open_own(data, seed)
         first, second = opened
         if isinstance(first, OwnDataset):
             if data.fraction < 1:
                 raise ConfigError(
-                    f"data.fraction={data.fraction:g}: {data.name} returns a Dataset, no source; "
-                    "return a torch.utils.data.Subset instead"
+                    f"data.fraction={data.fraction:g}: {data.name} returns a Dataset, not a "
+                    "source; return a torch.utils.data.Subset instead"
                 )
             if augment.own:
                 raise ConfigError(
@@ -467,10 +467,10 @@ def load(
 
 
 def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Splits:
-    """Opens the images to evaluate a network on, also as the training set.
+    """Opens the images on which to evaluate a network, also as the training set.
 
     A folder tree needs no other images. Labels are indices into the network's ``classes``, an empty
-    tuple if they have no names.
+    tuple if the classes have no names.
 
     Raises:
         ConfigError, DataError: as ``load``.
@@ -494,9 +494,9 @@ def load_evaluated(data: DataConfig, seed: int, classes: tuple[str, ...]) -> Spl
 def load_sets(
     data: DataConfig, seed: int, gathered: Gathered
 ) -> tuple[Splits, dict[str, AnyDataset]]:
-    """Opens all images of the dataset, by the name of their set: "" if there is only one.
+    """Opens all images in the dataset, by the name of their set: "" if there is only one.
 
-    Arguments are as in ``load``.
+    Arguments are as for ``load``.
 
     Raises:
         ConfigError, DataError: as ``load``.
@@ -526,7 +526,7 @@ def as_evaluated(data: DataConfig) -> CropTransform:
 
 
 def crop_error(images: ImageDataset) -> float:
-    """Returns the mean change of crops due to the cache, in gray levels per pixel.
+    """Returns the mean change in crops due to the cache, in gray levels per pixel.
 
     Measured on at most 16 images, larger than ``data.cache_max_side`` or not.
     """
@@ -548,7 +548,7 @@ def _check_settings(data: DataConfig) -> None:
     idle = set(every.split()) - set(_SETTINGS.get(data.name, every).split())
     if user_code.is_own(data.name):
         idle = {"cache"}
-    # the one with the fewest datasets first, such as data.table
+    # first the setting with the fewest datasets, such as data.table
     for setting in sorted(idle, key=lambda each: (every.split().count(each), each)):
         value = getattr(data, setting)
         # false requests nothing

@@ -1,8 +1,9 @@
-"""Decodes images to 8-bit RGB: common JPEG, PNG and WebP by their libraries, others by Pillow.
+"""Decodes images to 8-bit RGB: common JPEG, PNG and WebP with their libraries, others with Pillow.
 
-``decode`` serves data sets and ``wellfed.load``, ``decode_jpeg`` ``wellfed.faster`` too. The format
-is detected from the bytes, never from the file name, and every error becomes ``DecodeError``.
-Calling libjpeg-turbo, libspng and libwebp directly gives the same pixels in less time.
+``decode`` serves data sets and ``wellfed.load``; ``decode_jpeg`` also serves ``wellfed.faster``.
+The format is detected from the bytes, never from the file name, and every error becomes
+``DecodeError``. Calling libjpeg-turbo, libspng and libwebp directly gives the same pixels in less
+time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ except ImportError:
     # before Pillow 11.3
     AvifImageFile = None  # type: ignore[assignment, misc]
 try:
-    # of the extra heif
+    # from the heif extra
     from pillow_heif import HeifImageFile
 except ImportError:
     HeifImageFile = None
@@ -48,13 +49,13 @@ HEAD_BYTES = 64
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Damage that libjpeg-turbo fills with gray. Extra bytes in a header or at the end are harmless.
-# Before a restart, table or scan they may hide more damage, because the decoder keeps only its
-# first warning.
+# Before a restart marker, table or scan, they may hide more damage, because the decoder keeps only
+# its first warning.
 _LOSS = re.compile(
     r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
 )
 _USUAL_COLORS = ("Gray", "YCbCr", "RGB")
-# arithmetic coding never warns of a bad code; leftover bytes are pixels
+# arithmetic decoding never warns about a bad code; leftover bytes are pixels
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
 # names in Image.Transpose by EXIF orientation, from 2
@@ -86,7 +87,7 @@ _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
     *((b"P%c" % kind, PpmImageFile) for kind in b"123456f"),
 )
 
-# formats read only with the extra heif, or not at all; an ISO media brand follows "ftyp"
+# formats read only with the heif extra, or not at all; an ISO media brand follows "ftyp"
 _FOREIGN = re.compile(
     rb"(?s)(?P<HEIC>.{4}ftyp(he|mif1|msf1))|(?P<JXL>\xff\n|\0\0\0\x0cJXL )"
     rb"|(?P<JP2>\0\0\0\x0cjP  |\xffO\xffQ)|(?P<RAW>.{4}ftypcrx|FUJIFILM|IIR[OS]|MMOR|IIU\0|FOVb)"
@@ -113,13 +114,13 @@ def reader(head: bytes) -> type[ImageFile] | None:
 
 
 def foreign(head: bytes) -> str | None:
-    """Returns the format of an unsupported image, by its first bytes."""
+    """Returns the format of an unsupported image, detected from its first bytes."""
     found = _FOREIGN.match(head)
     return found and found.lastgroup
 
 
 def way_to_read(formats: Iterable[str]) -> str:
-    """Returns advice on images of unsupported ``formats``; empty if there are none."""
+    """Returns advice on images in unsupported ``formats``; empty if there are none."""
     advice = []
     if "HEIC" in formats:
         advice.append('to read HEIC, pip install -e ".[heif]" or uv sync --extra heif')
@@ -129,7 +130,7 @@ def way_to_read(formats: Iterable[str]) -> str:
 
 
 def decode(data: bytes, options: DataConfig) -> np.ndarray:
-    """Returns the first image of the encoded file ``data``, uint8 ``[H, W, 3]``.
+    """Returns the first image in the encoded file ``data``, uint8 ``[H, W, 3]``.
 
     Raises:
         DecodeError: the image is unsupported, corrupt, or larger than ``data.max_pixels``.
@@ -138,13 +139,13 @@ def decode(data: bytes, options: DataConfig) -> np.ndarray:
 
 
 def decoded(data: bytes, options: DataConfig) -> tuple[np.ndarray, bool]:
-    """Returns the pixels as ``decode`` does, and whether they are a JPEG's own, unrotated.
+    """Returns the pixels as ``decode`` does, and whether they are the unrotated ones of a JPEG.
 
     Raises:
         DecodeError: as ``decode``.
     """
     pixels = None
-    # an orientation is stored in an EXIF or XMP block, which begin like this
+    # an orientation is stored in an EXIF or XMP block, which begins like this
     turns: tuple[bytes, ...] = ()
     is_jpeg = data.startswith(_JPEG)
     if is_jpeg:
@@ -162,13 +163,13 @@ def decoded(data: bytes, options: DataConfig) -> tuple[np.ndarray, bool]:
 
 
 def decode_opened(image: Image.Image, options: DataConfig) -> np.ndarray:
-    """Returns the pixels of a Pillow ``image`` as ``decode`` would, uint8 ``[H, W, 3]``."""
+    """Returns the pixels in a Pillow ``image`` as ``decode`` would, uint8 ``[H, W, 3]``."""
     image.load()
     return np.asarray(_turned(_to_rgb(image, options.background), image, options))
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the JPEG ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
+    """Returns the pixels in the JPEG ``data``, uint8 ``[H, W, 3]``; None: left to Pillow.
 
     Pillow decodes CMYK images, images larger than ``max_pixels``, and images that libjpeg-turbo
     cannot read or warns about although all pixels are present. The GIL is released while decoding.
@@ -184,8 +185,8 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > max_pixels:
             return None
-        # Each scan visits all pixels, even a scan of ten bytes; libjpeg writes 10 scans for RGB, 18
-        # for CMYK. Counting is slow, and smaller images decode within seconds in any case.
+        # Even a ten-byte scan visits all pixels; libjpeg writes 10 scans for RGB, and 18 for CMYK.
+        # Counting is slow, and smaller images are decoded within seconds in any case.
         if width * height * len(data) > 2**35:
             flat = np.frombuffer(data, np.uint8)
             scans = (flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)
@@ -195,7 +196,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     except DecodeError:
         raise
     except (ValueError, KeyError, RuntimeError) as error:
-        # corrupt, an unknown color space, or no decoder
+        # corrupt data, an unknown color space, or no decoder
         if _LOSS.search(str(error)) or ("extraneous" in str(error) and _ARITHMETIC.search(data)):
             raise DecodeError(f"truncated or corrupt JPEG ({error})") from error
         return None
@@ -204,7 +205,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 
 def jpeg_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
-    """Returns width and height of a JPEG that ``decode_jpeg`` can decode; None: left to Pillow."""
+    """Returns width and height if ``decode_jpeg`` can decode the JPEG; None: left to Pillow."""
     if simplejpeg is None:
         return None
     with suppress(ValueError, KeyError, RuntimeError):
@@ -239,10 +240,10 @@ def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> I
     try:
         # Pillow's WebP reader allocates the whole canvas when it opens
         _check_size(*webp_sides(data), options)
-        # Not Image.open, which tries other formats and warns of images that the next line rejects.
+        # Not Image.open, which tries other formats and warns about images rejected below.
         image = plugin(io.BytesIO(data))
         _check_size(*image.size, options)
-        # width and height of a TIFF tile, which may exceed the image
+        # width and height of a TIFF tile, which may be larger than the image
         tags = getattr(image, "tag_v2", {})
         _check_size(tags.get(322, 0), tags.get(323, 0), options)
         if pixels is not None:
@@ -263,10 +264,10 @@ def _by_pillow(data: bytes, options: DataConfig, pixels: np.ndarray | None) -> I
 
 
 def _turned(rgb: Image.Image, image: Image.Image, options: DataConfig) -> Image.Image:
-    """Returns ``rgb`` rotated by the EXIF orientation of ``image``, if enabled."""
+    """Returns ``rgb``, rotated according to the EXIF orientation of ``image`` if enabled."""
     turn = None
     if options.exif_orientation:
-        # with a corrupt EXIF block the pixels are still complete
+        # even with a corrupt EXIF block, the pixels are complete
         with suppress(Exception):
             turn = Image.Transpose[_TURNS[image.getexif()[ExifTags.Base.Orientation]]]
     return rgb if turn is None else rgb.transpose(turn)
@@ -281,18 +282,18 @@ def _check_size(width: int, height: int, options: DataConfig) -> None:
 
 
 def _load_png(image: PngImageFile, data: bytes) -> None:
-    """Loads ``image`` of ``data``, whose compressed pixels may be truncated.
+    """Loads ``image`` from ``data``, whose compressed pixels may be truncated.
 
     Raises:
         DecodeError: pixels are missing, which Pillow leaves uninitialized.
     """
-    # a value with which few images end
+    # a value that few images end with
     memory = Image.new(image.mode, image.size, 77)
     unread = memory.getpixel((0, 0))
     image.im = memory.im
     image.load()
     if image.info.get("interlace") or image.getpixel((image.width - 1, image.height - 1)) == unread:
-        # decoded again into black memory, missing pixels differ
+        # after decoding again into black memory, missing pixels differ
         again = PngImageFile(io.BytesIO(data))
         again.load()
         if again.tobytes() != image.tobytes():
@@ -306,7 +307,7 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
         ValueError: a gray value is out of range, so the white level is unknown.
     """
     if image.mode == "F" or image.mode.startswith("I"):
-        # scale gray of 16 bits or of floats 0..1, which Pillow's conversion saturates
+        # scale 16-bit gray, or float gray in 0..1, which Pillow's conversion would saturate
         values = np.asarray(image)
         white = 1.0 if image.mode == "F" else 65535.0
         tags = getattr(image, "tag_v2", {})

@@ -21,7 +21,7 @@ from ..runtime.folder import log
 
 # interval of signal checks while waiting
 _POLL_S = 0.1
-# timeout of a silent server, also the longest reaction time to a signal
+# timeout for a silent server, which is also the longest reaction time to a signal
 _SILENCE_S = 10.0
 _PAUSE_S = 1.0
 
@@ -36,7 +36,7 @@ def fetch(url: str, target: Path) -> None:
     # the address is not repeated because it may contain a secret
     if not re.fullmatch("https?://[^/@]+/[^@]*", url):
         raise DataError(
-            "data.mirror must be an http or https address without user name and password, "
+            "data.mirror must be an http or https address without a user name and password, "
             "which would be logged; change it, or put the file into data.root yourself"
         )
     for attempts_left in (2, 1, 0):
@@ -72,7 +72,7 @@ def _transfer(url: str, target: Path) -> None:
 def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path], None]) -> None:
     """Creates ``folder`` in one process; ``write`` fills a temporary folder, which is then renamed.
 
-    An existing ``folder`` that ``is_made`` rejects is removed.
+    An existing ``folder`` that ``is_made`` rejects is replaced.
 
     Raises:
         DiskError: it cannot be written.
@@ -80,7 +80,7 @@ def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path
     part = folder.with_name(f"{folder.name}.part")
     try:
         with exclusive(folder.with_name(f"{folder.name}.lock")):
-            # by another process in the meantime
+            # another process may have made it in the meantime
             if is_made():
                 return
             try:
@@ -89,7 +89,7 @@ def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path
                 part.mkdir()
                 write(part)
                 if os.path.lexists(folder):
-                    log.warning("%s: corrupt or out of date, rebuilding", folder)
+                    log.warning("%s is corrupt or out of date; rebuilding", folder)
                     remove(folder)
                 # No fsync, which takes longer than writing; files truncated by a power failure are
                 # rejected when read.

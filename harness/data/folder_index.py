@@ -1,4 +1,4 @@
-"""Lists the images of a dataset as packed arrays in one mapped file.
+"""Lists the images in a dataset as packed arrays in one mapped file.
 
 The file is cached until one of its inputs changes. In a tree of class folders, links are followed
 wherever they lead, but no folder is read twice. Other files are skipped, counted and listed.
@@ -26,7 +26,7 @@ from ..runtime.files import read_kept, write_kept
 from .decode import HEAD_BYTES, foreign, reader
 from .mapped import MappedFile, in_memory
 
-# raise it if the file layout or the rules of scanning and trust change
+# increase it if the file layout or the rules for scanning and trust change
 _FORMAT = 10
 # a folder changed this recently may change again within the same mtime
 _RACY_NS = 2_000_000_000
@@ -45,21 +45,21 @@ _REPEATED = "link to a folder already read"
 
 
 class Index:
-    """The images of a dataset, by class and path.
+    """The images in a dataset, by class and path.
 
-    An index pickles as its mapped file, because reference counts of string lists would copy their
+    An index pickles as its mapped file, because reference counts in string lists would copy their
     pages in every worker. The file has the columns, names, facts in JSON, the number of images, the
     number of columns and the length of the facts.
 
     Attributes:
         file: the mapped file.
-        folders: the class folders' names or the labels of a table, sorted.
+        folders: the names of the class folders or the labels in a table, sorted.
         labels: int64 ``[N]``, read-only, indices into ``folders``.
         ends: int64 ``[N]``, the end of each image's name in ``names``.
-        more: further columns, int64 ``[N]`` each.
+        more: additional columns, int64 ``[N]`` each.
         names: the concatenated paths below the class folders, or names in a table, uint8.
         skipped: number of skipped entries by reason, which may be an image format.
-        examples: the first three paths of each.
+        examples: the first three paths for each reason.
         watched: the state of each folder or file whose change could affect the images.
     """
 
@@ -101,8 +101,8 @@ class Index:
 def listing(root: bytes) -> Index:
     """Returns an uncached index of all images below ``root``, or of the file ``root``.
 
-    They belong to one class folder with an empty name. Unreadable files are included and raise when
-    they are read.
+    They belong to one class folder with an empty name. Unreadable files are included and raise an
+    error when they are read.
 
     Raises:
         DataError: a folder cannot be read.
@@ -113,8 +113,8 @@ def listing(root: bytes) -> Index:
 def open_index(root: bytes, kept: Path) -> Index:
     """Returns the index of the class folders in ``root``.
 
-    A later run loads the index from the folder ``kept`` and only checks the mtime of every folder.
-    Files written in place and links re-targeted outside the tree are not detected. Trees with
+    A later run loads the index from the folder ``kept`` and only checks the times of every folder.
+    Files written in place and links retargeted outside the tree are not detected. Trees with
     broken links are rescanned each time, because a new target leaves no trace.
 
     Raises:
@@ -131,7 +131,7 @@ def open_index(root: bytes, kept: Path) -> Index:
 def remembered(kept: Path, source: bytes, make: Callable[[], tuple[Index, bool]]) -> Index:
     """Returns the index of ``source`` from the folder ``kept``; ``make`` rebuilds it if needed.
 
-    ``make`` returns the index, and whether watching detects every change.
+    ``make`` returns the index, and whether watching the folders and files detects every change.
     """
     # another user may have other read permissions
     key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), source))
@@ -159,7 +159,7 @@ def pack(
 ) -> Index:
     """Returns an index in memory.
 
-    ``columns`` are the labels, ``[N]``, and ``more``; ``left_out`` has all skipped entries by
+    ``columns`` are the labels, ``[N]``, and ``more``; ``left_out`` contains all skipped entries by
     reason.
     """
     ends = np.cumsum([*map(len, names)], dtype=np.int64)
@@ -175,10 +175,11 @@ def pack(
 
 
 class _Scan:
-    """One scan of the class folders in ``root``, or if ``flat``, of all images below it.
+    """One scan of the class folders in ``root`` or, if ``flat``, of all images below it.
 
-    Images are sorted by their paths, which are relative to their class folder. ``watched`` has the
-    ``path_state``, before reading, of all folders in the tree and of the targets of image links.
+    Images are sorted by their paths, which are relative to their class folder. ``watched`` contains
+    the ``path_state``, before reading, of all folders in the tree and of all folders to which image
+    links lead.
 
     Raises:
         DataError: something cannot be read.
@@ -211,7 +212,7 @@ class _Scan:
         if self._unreadable:
             names = listed(list(map(os.fsdecode, sorted(self._unreadable))))
             raise DataError(
-                f"cannot read {names}: fix the permissions, or move them out of the folder"
+                f"cannot read {names}; fix the permissions, or move them out of the folder"
             )
 
     def index(self) -> Index:
@@ -229,7 +230,7 @@ class _Scan:
         start = len(os.path.join(folder, b""))
         found = []
         pending = [folder]
-        # after the folders, by name
+        # read after the folders, by name
         links: list[bytes] = []
         read: set[bytes] = set()
         done = [self._root]
@@ -245,7 +246,7 @@ class _Scan:
                 pending.append(link)
             at = pending.pop()
             done.append(at)
-            # one file of a folder stands for all: over a network, each look takes a round trip
+            # one file per folder stands for all, because each check over a network is a round trip
             looks = True
             for entry in self._entries(at):
                 suffix = entry.name[entry.name.rfind(b".") :].lower()
@@ -254,7 +255,7 @@ class _Scan:
                     continue
                 try:
                     reason = self._unfit(entry)
-                    # checked for the effective user, who opens files
+                    # checked for the effective user, because that user opens files
                     if looks and reason is None and not entry.is_dir():
                         looks = False
                         if not os.access(entry.path, os.R_OK, effective_ids=True):
@@ -288,7 +289,7 @@ class _Scan:
         return shown
 
     def _unfit(self, entry: os.DirEntry[bytes]) -> str | None:
-        """Why ``entry`` is skipped; None for an image or a folder."""
+        """Returns why ``entry`` is skipped; None for an image or a folder."""
         suffix = os.path.splitext(entry.name)[1].lower()
         # also for a link that leads to itself
         if entry.is_symlink() and not os.path.exists(entry.path):
@@ -313,7 +314,7 @@ class _Scan:
 
 
 def _with_parents(folder: bytes) -> set[bytes]:
-    """Returns the real path of ``folder``, and those of all folders above it."""
+    """Returns the real paths of ``folder`` and of all folders above it."""
     real = Path(os.fsdecode(os.path.realpath(folder)))
     return {os.fsencode(path) for path in (real, *real.parents)}
 
@@ -321,7 +322,7 @@ def _with_parents(folder: bytes) -> set[bytes]:
 def path_state(path: bytes) -> list[int]:
     """Returns the inode number and times of a folder or file.
 
-    A folder's times change with its entries' names, a file's with its content. Programs such as
+    A folder's times change with its entries' names; a file's, with its content. Programs such as
     ``rsync -a`` and ``tar`` set the first time (mtime), but cannot set the second (ctime).
     """
     status = os.stat(path)

@@ -16,12 +16,12 @@ class Fold(NamedTuple):
     folds: int
 
 
-# a fraction (0..1) or a fold to hold out for validation; None: nothing
+# a fraction (0..1) or a fold to hold out for validation; None: neither
 HeldOut = float | Fold | None
 
 
 def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
-    """Returns the part of each image, int64 ``[N]``, drawn by ``seed``.
+    """Returns the part that each image belongs to, int64 ``[N]``, drawn with ``seed``.
 
     Each part gets about its share of every class, and at least one image if there are enough.
     Groups of several images are assigned first, from large to small, each to the part whose squared
@@ -29,8 +29,8 @@ def dealt(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, seed: int)
 
     Args:
         labels: int64 ``[N]``.
-        groups: int64 ``[N]``, from 0: images of the same number stay together.
-        shares: float ``[parts]``, sum 1.
+        groups: int64 ``[N]``, from 0; images with the same number stay together.
+        shares: float ``[parts]``, with sum 1.
         seed: breaks ties.
     """
     sizes, totals = np.bincount(groups), np.bincount(labels)

@@ -1,7 +1,7 @@
 """Calls C libraries from wheels: libspng, libwebp, and libjpeg-turbo for parts of images.
 
 The libraries are installed with pyspng, Pillow and turbojpeg. ctypes releases the GIL while they
-decode, but pyspng's own module does not. If a library is missing, its function returns None.
+decode; pyspng's own module does not. If a library is missing, its function returns None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLORS, _PROGRESSIVE = 0, 4, 5
 _BLOCKS = ((8, 8), (16, 8), (16, 16), (8, 8), (8, 16), (32, 8))
 # gray and YCbCr; other color spaces are decoded differently
 _USUAL_COLORS = (1, 2)
-# below this many pixels a part takes as long as the whole
+# below this many pixels, decoding a part takes as long as decoding the whole image
 _LEAST_PIXELS = 60_000
 # spng.h: format RGB8; converts gray and palettes
 _SPNG_RGB8 = 4
@@ -45,7 +45,7 @@ _WEBP_SIDES = {
 
 
 def decode_png(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Decodes a PNG with libspng to uint8 ``[H, W, 3]``: 8-bit gray, RGB or palette, opaque.
+    """Decodes an opaque 8-bit gray, RGB or palette PNG with libspng to uint8 ``[H, W, 3]``.
 
     Returns None for other images, and unless the file is complete and all checksums match.
     """
@@ -70,8 +70,8 @@ def decode_png(data: bytes, max_pixels: int) -> np.ndarray | None:
 def decode_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
     """Decodes a still WebP with libwebp to uint8 ``[H, W, 3]``.
 
-    Returns None for an image with transparency or with metadata other than a color profile, and if
-    anything is wrong with it.
+    Returns None for an image that has transparency, has metadata other than a color profile, or has
+    anything wrong with it.
     """
     kind = data[12:16]
     unusual = {b"VP8 ": 0, b"VP8L": data[24:25] >= b"\x10", b"VP8X": data[20:21] not in b"\0\x20"}
@@ -85,7 +85,7 @@ def decode_webp(data: bytes, max_pixels: int) -> np.ndarray | None:
 
 
 def webp_sides(data: bytes) -> tuple[int, int]:
-    """Returns the width and height in a WebP header; 1 and 1 for another format."""
+    """Returns the width and height from a WebP header; 1 and 1 for other formats."""
     x, y, mask, more = _WEBP_SIDES.get(data[8:16], (0, 0, 0, 1))
     head = int.from_bytes(data[:30], "little")
     return (head >> x & mask) + more, (head >> y & mask) + more
@@ -94,10 +94,10 @@ def webp_sides(data: bytes) -> tuple[int, int]:
 def decode_jpeg_part(
     data: bytes, choose: Callable[[int, int], _Box]
 ) -> tuple[np.ndarray, _Box] | None:
-    """Decodes part of a JPEG that has been decoded in full without errors before.
+    """Decodes part of a JPEG that was previously decoded in full without errors.
 
-    Data below the part is not read. The pixels equal those of the full image. Whole blocks are
-    decoded, plus a neighbor if colors are interpolated across the edge.
+    Data below the part is not read. The pixels equal those in the full image. Whole blocks are
+    decoded, plus a neighboring block if colors are interpolated across the edge.
 
     Args:
         data: the file's bytes.
@@ -106,7 +106,7 @@ def decode_jpeg_part(
 
     Returns:
         uint8 ``[H, W, 3]`` and the position of the part in it; None for a small or unusual image,
-        or without the library.
+        or if the library is missing.
 
     Raises:
         ValueError: the decoder reports an error.
@@ -126,7 +126,7 @@ def decode_jpeg_part(
             return None
         left, top, part_width, part_height = choose(width, height)
         across, down = _BLOCKS[subsampling]
-        # the next color to the left and right; the library decodes those above and below
+        # the adjacent color to the left and right; the library decodes those above and below
         color = across // 8
         x, end_x = _blocks_around(left - color, left + part_width + color, across, width)
         y, end_y = _blocks_around(top, top + part_height, down, height)
@@ -134,7 +134,7 @@ def decode_jpeg_part(
         region = _Region(x, y, end_x - x, end_y - y)
         given = data, len(data), pixels.ctypes.data, 0, 0
         if turbo.SetCroppingRegion(handle, region) or turbo.Decompress8(handle, *given):
-            raise ValueError("libjpeg-turbo cannot decode a part of the image")
+            raise ValueError("libjpeg-turbo cannot decode part of the image")
     finally:
         turbo.Destroy(handle)
     return pixels, (left - x, top - y, part_width, part_height)
@@ -156,14 +156,14 @@ class _Region(ctypes.Structure):
 
 
 def _blocks_around(begin: int, end: int, block: int, whole: int) -> tuple[int, int]:
-    """Returns begin and end rounded outward to blocks, within the ``whole``."""
+    """Returns begin and end, rounded outward to whole blocks within ``whole``."""
     return max(0, begin // block * block), min(whole, -(-end // block) * block)
 
 
 @cache
 def _turbojpeg() -> SimpleNamespace | None:
     return _library(
-        # the system library, version 3
+        # then the system library, version 3
         [*_beside("turbojpeg", "turbojpeg.libs/libturbojpeg*"), "libturbojpeg.so.0"],
         "tj3",
         "Decompress8",
@@ -205,11 +205,11 @@ def _webp() -> SimpleNamespace | None:
 def _library(
     paths: Sequence[str], prefix: str, long: str, **types: tuple[Any, ...]
 ) -> SimpleNamespace | None:
-    """Returns functions of the first library that has them, or None.
+    """Returns functions from the first library that has them, or None.
 
     Args:
         paths: candidate files.
-        prefix: of the function names.
+        prefix: prefix of the function names.
         long: the function that releases the GIL; the others are too short for it.
         types: result and argument types of each function.
     """

@@ -1,4 +1,4 @@
-"""Shares memory-mapped files, named or anonymous, among the processes of a machine."""
+"""Shares memory-mapped files, named or anonymous, among the processes on a machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import xxhash
 
 
 class MappedFile:
-    """All bytes of an open file, shared by every process that receives this object.
+    """All bytes of an open file, shared with every process that receives this object.
 
-    Pickles as its path, on Linux ``/proc/<pid>/fd/<n>``. Keep the object until the receiver has
-    unpickled it, because it closes ``fd``. The file is freed when the last process that maps it
-    exits.
+    The object pickles as the file's path, which is ``/proc/<pid>/fd/<n>`` on Linux. Keep the object
+    until the receiver has unpickled it, because deleting it closes ``fd``. The file is freed when
+    the last process that maps it exits.
 
     Attributes:
         fd: the file's descriptor in this process.
@@ -52,17 +52,17 @@ def path_of(fd: int) -> str:
 
 
 def in_memory(content: bytes) -> MappedFile:
-    """Returns an in-memory file with ``content``, for reading."""
+    """Returns an in-memory file that contains ``content``, for reading."""
     fd = memory(len(content))
     os.pwrite(fd, content, 0)
     return MappedFile(fd)
 
 
 def memory(size: int) -> int:
-    """Returns the descriptor of ``size`` zero bytes of memory.
+    """Returns a file descriptor for ``size`` zero bytes of memory.
 
-    Memory is allocated on write. Unlike files in /dev/shm they have no separate limit and leave no
-    name behind. A temporary file is used on systems other than Linux.
+    Memory is allocated on write. Unlike files in /dev/shm, it has no separate limit and leaves no
+    name behind. Systems other than Linux use a temporary file.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("wellfed")
@@ -74,7 +74,7 @@ def memory(size: int) -> int:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Allocates at least ``size`` bytes of a file on disk; unwritten bytes are zero.
+    """Allocates at least ``size`` bytes for a file on disk; unwritten bytes are zero.
 
     Raises:
         OSError: the disk is full, which would later kill any process that writes to the map.

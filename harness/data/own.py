@@ -1,4 +1,4 @@
-"""Opens the user's own dataset, and calls the user's own augmentation.
+"""Opens the user's own dataset, and calls the user's own augmentation function.
 
 The function ``data.name=my_module:open_splits`` returns a training and a validation set. Each is a
 source (``harness.data.storage.Source``), decoded and augmented like built-in datasets, or a
@@ -38,7 +38,7 @@ class OwnSource:
     """
 
     def __init__(self, given: Any, where: str) -> None:
-        with user_code.explained(f"{where}: a source has classes, labels, __len__, read, where:"):
+        with user_code.explained(f"{where}: a source needs classes, labels, __len__, read, where:"):
             self.classes = _names(given.classes)
             labels = np.asarray(given.labels)
             length = len(given)
@@ -50,7 +50,7 @@ class OwnSource:
             raise ConfigError(
                 f"{where}: its labels are {_kind(labels)}, its length is {length}, and it has "
                 f"{len(self.classes)} classes; each sample needs an integer label, "
-                "an index into classes from 0"
+                "which is an index into classes, from 0"
             )
         self.labels = labels.astype(np.int64)
 
@@ -62,15 +62,17 @@ class OwnSource:
         return str(self._where(i))
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Returns content and label of sample ``i`` from the user's source.
+        """Returns the content and label of sample ``i`` from the user's source.
 
         Raises:
             BadSample: the label differs, or the content is neither bytes nor pixels.
-            Exception: any error of the user's source.
+            Exception: any error from the user's source.
         """
         content, label = self._read(i)
         if float(label) != self.labels[i]:
-            raise BadSample(self.where(i), f"read({i}) has label {label!r}, not {self.labels[i]}")
+            raise BadSample(
+                self.where(i), f"read({i}) returned label {label!r}, not {self.labels[i]}"
+            )
         is_pixels = isinstance(content, np.ndarray) and content.dtype == np.uint8
         if isinstance(content, bytes) or (is_pixels and content.shape[2:] == (3,)):
             return content, int(self.labels[i])
@@ -81,7 +83,7 @@ class OwnSource:
 
 
 class OwnAugment:
-    """The user's augmentation function ``name``, given by ``setting``.
+    """The user's augmentation function ``name``, specified by ``setting``.
 
     Raises:
         ConfigError: there is no such function.
@@ -93,7 +95,7 @@ class OwnAugment:
         self._function = user_code.found(setting, name)
 
     def __call__(self, images: Any, rng: Any) -> Any:
-        """Returns augmented ``images``, an array or tensor of unchanged type and shape.
+        """Returns augmented ``images``, an array or tensor with unchanged type and shape.
 
         Raises:
             ConfigError: the function failed, or returned another type or shape.
@@ -114,20 +116,20 @@ class OwnAugment:
 class OwnDataset:
     """A ``torch.utils.data.Dataset`` of (image, label) with its own transforms, for a feed.
 
-    The global RNGs are seeded for each sample, by (seed, epoch, index). Threads share them, so only
-    processes can load it.
+    The global RNGs are seeded for each sample with (seed, epoch, index). Threads share them, so
+    only processes can load the dataset.
 
     Raises:
         ConfigError: it is not a dataset, or is empty.
     """
 
     given: Any
-    # identifies it in messages
+    # identifies the dataset in messages
     where: str
     classes: tuple[str, ...]
     image_size: int
     seed: int
-    # of a Pillow image
+    # used to convert Pillow images
     options: DataConfig
     # whether an unreadable sample is replaced
     skips: bool = False
@@ -144,7 +146,7 @@ class OwnDataset:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The labels, int64 ``[N]``, from ``targets`` as of torchvision datasets; or None."""
+        """The labels, int64 ``[N]``, from ``targets`` as in torchvision datasets; or None."""
         # a user's dataset may raise anything
         with suppress(Exception):
             labels = _targets(self.given)
@@ -159,7 +161,7 @@ class OwnDataset:
         is increased by the length.
 
         Raises:
-            BadSample: the dataset failed, or returned no image of that size with a label.
+            BadSample: the dataset failed, or did not return an image of that size with a label.
         """
         place = index % len(self) if instead is None else instead
         where = f"{self.where}, sample {place}"
@@ -167,14 +169,14 @@ class OwnDataset:
             with seeded(self.seed, epoch, index):
                 sample = self.given[place]
         except Exception as error:
-            # not caused by the sample
+            # an error that the sample did not cause
             if is_out_of_memory(error):
                 raise
             raise BadSample(where, user_code.message(error)) from error
         last = len(self.classes) - 1
         try:
             if not isinstance(sample, tuple | list) or len(sample) != 2:
-                raise ValueError(f"it returned {_kind(sample)}; return image, label")
+                raise ValueError(f"it returned {_kind(sample)}; return (image, label)")
             image, label = sample
             out[:] = _pixels(image, self.image_size, self.options)
             is_name = isinstance(label, str) and not label.isdecimal()
@@ -192,25 +194,25 @@ class OwnDataset:
 
 
 def _are_places(labels: np.ndarray, length: int, classes: int) -> bool:
-    """Whether there are ``length`` labels, at least one, each a whole number below ``classes``."""
+    """Returns whether ``labels`` are ``length`` > 0 whole numbers from 0, below ``classes``."""
     known = labels.dtype.kind in "iu" and labels.shape == (length,) and length
     return bool(known and 0 <= labels.min() <= labels.max() < classes)
 
 
 def _targets(given: Any) -> np.ndarray:
-    """Returns the labels of ``given``, or of the dataset of which it is a subset; may raise."""
+    """Returns the labels in ``given``, or in the dataset that it is a subset of; may raise."""
     if isinstance(given, torch.utils.data.Subset):
         return _targets(given.dataset)[given.indices]
     if getattr(given, "target_transform", None) is not None:
-        raise ValueError("samples have other labels than targets")
+        raise ValueError("the labels of samples differ from targets")
     return np.asarray(given.targets)
 
 
 def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
-    """Opens the training and the validation set by the user's function ``data.name``.
+    """Opens the training and validation sets with the user's function ``data.name``.
 
-    With ``data.evaluate=test`` the second is the test set. The function receives ``data`` and
-    ``SPLIT_SEED``; ``seed`` is the run's.
+    With ``data.evaluate=test``, the second one is the test set. The function receives ``data`` and
+    ``SPLIT_SEED``; ``seed`` is the run's seed.
 
     Raises:
         ConfigError: the function failed, or did not return two sources or two datasets.
@@ -230,7 +232,7 @@ def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDa
         raise ConfigError(f"{begin}: the training and validation sets have different classes")
     if all(are_sources):
         train, val = (
-            # built-in sources work with arrays and the cache
+            # built-in sources support arrays and the cache
             part
             if isinstance(part, ArraySource | FileSource | ShardSource | Subset)
             else OwnSource(part, where)
@@ -238,12 +240,12 @@ def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDa
         )
         return train, val
 
-    # classes of the returned value, else of the training set or its parent dataset
+    # classes from the returned value, else from the training set or its parent dataset
     named = splits if hasattr(splits, "classes") else pair[0]
     while not hasattr(named, "classes"):
         if not hasattr(named, "dataset"):
             raise ConfigError(
-                f"{wheres[0]} has no classes; set its attribute classes to a list of names"
+                f"{wheres[0]} has no classes; set its classes attribute to a list of names"
             )
         named = named.dataset
     with user_code.explained(f"{begin}: its classes cannot be read:"):
@@ -253,7 +255,7 @@ def open_own(data: DataConfig, seed: int) -> tuple[Source, Source] | tuple[OwnDa
         OwnDataset(part, where, classes, data.image_size, seed, data, skips)
         for part, where in zip(pair, wheres, strict=True)
     )
-    # Reveals transform errors now, and unseeded random flips in 15 of 16 starts.
+    # Reveals transform errors now, and unseeded random flips in 15 out of 16 starts.
     try:
         for dataset in () if first.skips else (first, second):
             _check_seeds(dataset)
@@ -270,7 +272,7 @@ def _check_seeds(dataset: OwnDataset) -> None:
     if (twice[:4] != twice[4:]).any():
         log.warning(
             "%s: samples differ although the seeds are equal. A private random generator "
-            "may repeat itself in every worker and epoch; draw from random, numpy.random "
+            "may repeat its numbers in every worker and epoch; draw from random, numpy.random "
             "or torch instead",
             dataset.where,
         )
@@ -280,7 +282,7 @@ def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:
     """Returns the training set in ``splits``, and the set to evaluate.
 
     Raises:
-        ConfigError: there are too few or too many.
+        ConfigError: there are too few or too many sets.
     """
     sets = splits
     if hasattr(splits, "train") and hasattr(splits, "val"):
@@ -289,7 +291,7 @@ def _pair(splits: Any, tests: bool, begin: str) -> tuple[Any, Any]:
     if not isinstance(sets, Sequence) or len(sets) not in (2 + tests, 3):
         raise ConfigError(
             f"{begin}: returned {_kind(splits)}; it must return two sets, training and validation, "
-            "and for data.evaluate=test a third"
+            "and a third for data.evaluate=test"
         )
     return sets[0], sets[1 + tests]
 
@@ -302,7 +304,7 @@ def _names(classes: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
-    """Returns ``image`` as uint8 ``[3, size, size]``; a Pillow image as if read from a file.
+    """Returns ``image`` as uint8 ``[3, size, size]``; Pillow images as if read from a file.
 
     Raises:
         ValueError: size, shape or values are wrong.
@@ -314,27 +316,27 @@ def _pixels(image: Any, size: int, options: DataConfig) -> np.ndarray:
     kind = _kind(image)
     if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[0] not in (1, 3):
         raise ValueError(
-            f"it returned {kind}; return a Pillow image, or a tensor [3, S, S] of uint8, or "
-            "of floats from 0 to 1"
+            f"it returned {kind}; return a Pillow image, or a tensor [3, S, S] of uint8 values or "
+            "floats from 0 to 1"
         )
     if image.shape[1:] != (size, size):
         raise ValueError(
-            f"its image is {kind}; have your transforms resize each to {size} x {size}, or set "
+            f"its image is {kind}; have your transforms resize images to {size} x {size}, or set "
             "data.image_size to their output size"
         )
     if image.dtype != np.uint8:
         # rejects NaN too
         if not (image.dtype.kind == "f" and image.min() >= 0 and image.max() <= 1):
             raise ValueError(
-                f"its values, {kind} of {image.min():.3g} to {image.max():.3g}, are neither uint8 "
-                "nor floats from 0 to 1; leave Normalize to data.mean and data.std"
+                f"its values, {kind} from {image.min():.3g} to {image.max():.3g}, are neither "
+                "uint8 nor floats from 0 to 1; leave Normalize to data.mean and data.std"
             )
         image = np.rint(255 * image)
     return np.broadcast_to(image, (3, size, size)).astype(np.uint8)
 
 
 def _kind(value: Any) -> str:
-    """Describes the type of ``value``, with the shape of an array."""
+    """Returns a description of the type of ``value``, with the shape if it is an array."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, list | tuple):

@@ -4,11 +4,11 @@
     wellfed pack /data/labels.csv /data/shards
     wellfed pack --unpack /data/shards /data/photos
 
-SOURCE is a folder that data=imagefolder opens, a table beside its images, or a folder of Parquet
-files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the bytes of
-the image, CLASS/PATH.cls with the number of its class, and CLASS/PATH.error if the image cannot be
-read. A second call continues after the last whole shard. Exit codes: 0: success; 2: the folders or
-options are refused; 3: an image cannot be read; 7: the disk is full.
+SOURCE is a folder that data=imagefolder opens, a table next to its images, or a folder of Parquet
+files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the image's
+bytes, CLASS/PATH.cls with its class number, and CLASS/PATH.error if the image cannot be read. A
+second call continues after the last complete shard. Exit codes: 0: success; 2: the folders or
+options are rejected; 3: an image cannot be read; 7: the disk is full.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from .stores import FolderStore
 from .table import SPELLINGS, SPLITS, TableSource
 from .tar import members
 
-# of random numbers, different from those of epochs
+# stream of random numbers, different from those for epochs
 _STREAM = 9
-# number of images whose mean size decides how many fill a shard
+# number of images whose mean size determines how many fill a shard
 _TRIED = 256
 _BESIDE = (".cls", ".error")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the command line says, and returns the exit code."""
+    """Runs the command line, and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="wellfed pack", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", type=Path, help="the images; with --unpack, the shards")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--unpack", action="store_true", help="write the images of shards as files")
+    parser.add_argument("--unpack", action="store_true", help="write the images in shards as files")
     parser.add_argument(
         "--shard-mb",
         type=shrink.positive,
         default=256,
-        help="approximate size of a shard in MB (default: %(default)s)",
+        help="approximate shard size in MB (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the order (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed for the order (default: %(default)s)"
     )
     parser.add_argument(
         "--jobs",
@@ -89,11 +89,11 @@ def pack(
     max_side: int | None,
     quality: int,
 ) -> None:
-    """Writes ``source`` as shards with an index, or with ``unpack`` shards as files.
+    """Writes ``source`` as shards with an index or, with ``unpack``, shards as files.
 
     Raises:
-        ConfigError: the folders are refused, or ``out`` has other contents.
-        DataError: an image is unreadable; all images are packed.
+        ConfigError: the folders are rejected, or ``out`` has other contents.
+        DataError: an image is unreadable; all images are packed anyway.
     """
     if unpack:
         _unpack(source, out)
@@ -142,10 +142,10 @@ def pack(
 
 
 def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns each set with the folder to which its names are relative, by the name of the set.
+    """Returns each set with the folder to which its names are relative, by set name.
 
     Raises:
-        DataError: training would refuse the source.
+        DataError: training would reject the source.
     """
     if source.is_file():
         table = TableSource(str(source.parent), DataConfig(table=str(source)))
@@ -171,17 +171,17 @@ def _sets(source: Path, out: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _member(images: Source, root: Any, i: int) -> str:
-    """Returns the name of an image in its shard, CLASS/PATH."""
+    """Returns an image's name in its shard, CLASS/PATH."""
     folder = images.classes[images.labels[i]].replace("/", "%2F")
     path = os.path.relpath(images.where(i), root)
-    # a table's images lie anywhere
+    # a table's images can be anywhere
     return path if isinstance(root, Path) else os.path.join(folder, path)
 
 
 def _sample(
     images: Source, names: Sequence[str], max_side: int | None, quality: int, i: int
 ) -> list[tuple[str, bytes]]:
-    """Returns the members of an image: its bytes, its class number, and the error if unreadable.
+    """Returns an image's members: its bytes, its class number, and its error if unreadable.
 
     Raises:
         BadSample: the file cannot be read.
@@ -212,7 +212,7 @@ def _write(shard: Path, samples: Iterable[list[tuple[str, bytes]]]) -> None:
 
 
 def _unpack(shards: Path, folder: Path) -> None:
-    """Writes the images of ``shards`` below ``folder``, with a subfolder for each of several sets.
+    """Writes the images in ``shards`` below ``folder``, with subfolders if there are several sets.
 
     Raises:
         ConfigError: ``folder`` is not empty.
@@ -220,7 +220,7 @@ def _unpack(shards: Path, folder: Path) -> None:
         OSError: there are no shards.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: holds other files; choose a new folder")
+        raise ConfigError(f"{folder} contains other files; specify a new folder")
     info = read_json(shards / INFO)["splits"]
     with progress("Unpacking", sum(own["num_samples"] for own in info.values()), "images") as bar:
         for split, own in info.items():
@@ -237,18 +237,19 @@ def _unpack(shards: Path, folder: Path) -> None:
 class _Rows:
     """The images in Parquet ``files`` from the Hugging Face Hub, by class and row.
 
-    Rows cannot be read at random, so the images are copied into a temporary file next to ``out``.
+    Rows cannot be read in random order, so the images are copied to a temporary file next to
+    ``out``.
 
     Raises:
-        DataError: pyarrow is missing, or the files lack a single column of images and one of
-            classes.
+        DataError: pyarrow is missing, or the files do not have exactly one image column and one
+            class column.
     """
 
     def __init__(self, files: Sequence[Path], out: Path) -> None:
         try:
             parquet: Any = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
-            raise DataError(f"{files[0]}: needs pyarrow; pip install pyarrow") from error
+            raise DataError(f"{files[0]} needs pyarrow; run pip install pyarrow") from error
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         self._copy = tempfile.TemporaryFile(dir=out.absolute().parent)  # noqa: SIM115
         weakref.finalize(self, self._copy.close)
@@ -257,14 +258,14 @@ class _Rows:
             file = parquet.ParquetFile(path)
             facts = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
             features = facts.get("info", {}).get("features", {})
-            # a feature that is a list has no type
+            # features that are lists have no type
             images, labels = (
                 [name for name, own in features.items() if "_type" in own and own["_type"] == kind]
                 for kind in ("Image", "ClassLabel")
             )
             if not len(images) == len(labels) == 1:
                 raise DataError(
-                    f"{path}: needs one Image column and one ClassLabel column, as on the "
+                    f"{path} needs one Image column and one ClassLabel column, as on the "
                     "Hugging Face Hub; save it with the datasets library"
                 )
             image, label = images[0], labels[0]
@@ -286,10 +287,10 @@ class _Rows:
         return len(self.labels)
 
     def read(self, i: int) -> tuple[bytes, int]:
-        """Returns the bytes of an image, and its label."""
+        """Returns an image's bytes and label."""
         number, begin, length, _ = self._rows[i]
         return os.pread(self._copy.fileno(), length, begin), number
 
     def where(self, i: int) -> str:
-        """Returns a name made of the row number."""
+        """Returns a name made from the row number."""
         return f"/{self._rows[i][-1]}"

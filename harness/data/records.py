@@ -1,4 +1,4 @@
-"""Reads the rows of a table: CSV, TSV and other text in columns, JSONL, Parquet."""
+"""Reads the rows of a table: CSV, TSV and other text columns, JSONL or Parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..suggestions import shell_word
 # the first bytes of .xlsx and .ods, and of .xls
 _WORKBOOKS = b"PK\3\4", b"\xd0\xcf\x11\xe0"
 _UTF16 = b"\xff\xfe", b"\xfe\xff"
-# prints path and label of each image
+# prints the path and label of each image
 _FROM_COCO = (
     "INDEX(.images[]; .id) as $images | .annotations[] | "
     '[$images["\\(.image_id)"].file_name, .category_id] | @csv'
@@ -22,13 +22,13 @@ _FROM_COCO = (
 
 
 def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yields each row's number and values; the first row has the column names.
+    """Yields each row's number and values; the first row contains the column names.
 
-    In text formats the names are row 1, as in a spreadsheet; in JSONL and Parquet they are not
+    In text formats, the names are row 1, as in a spreadsheet; in JSONL and Parquet, they are not
     counted.
 
     Raises:
-        DataError: the table cannot be read; the message has the row number.
+        DataError: the table cannot be read; the message includes the row number.
     """
     number = 0
     word = shell_word(path)
@@ -58,10 +58,10 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
                     )
                 yield number, row
         if not number:
-            raise DataError(f"{path}: empty; write path,label and one row per image")
+            raise DataError(f"{path} is empty; write path,label and one row per image")
     except ImportError as error:
         raise DataError(
-            f"{path}: Parquet needs pyarrow. Run pip install pyarrow, or save it as CSV"
+            f"{path}: Parquet needs pyarrow; run pip install pyarrow, or save the table as CSV"
         ) from error
     except UnicodeDecodeError as error:
         name = "UTF-16" if head.startswith(_UTF16) else "WINDOWS-1252"
@@ -71,7 +71,7 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
         ) from error
     except (csv.Error, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path}: row {number + 1} cannot be read: {error}; CSV may lack a quote, JSONL "
+            f"{path}: row {number + 1} cannot be read: {error}; CSV may lack a quote; JSONL "
             f"needs one object per line, which jq -c '.[]' {word} prints from a list"
         ) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..config import ConfigError
 from ..runtime.errors import DataError
 
-# less than loader.timeout_s
+# shorter than loader.timeout_s
 _RETRIES = {"retry_timeout": timedelta(seconds=20)}
 _CLIENT = {"allow_http": True, "timeout": "10 minutes", "read_timeout": "30 seconds"}
 
@@ -21,8 +21,8 @@ _CLIENT = {"allow_http": True, "timeout": "10 minutes", "read_timeout": "30 seco
 class RemoteStore:
     """The objects below ``root``, an address such as ``s3://BUCKET/FOLDER``.
 
-    Credentials, regions and endpoints come from the environment, as obstore's builders read them.
-    Messages never include server URLs, which may be signed.
+    Credentials, regions and endpoints come from the environment, where obstore's builders read
+    them. Messages never include server URLs, which may be signed.
 
     Raises:
         ConfigError: ``root`` is not such an address, or has a user name, a password or a query.
@@ -32,13 +32,13 @@ class RemoteStore:
     def __init__(self, root: str, states: dict[str, tuple[int, str]] | None = None) -> None:
         scheme, _, rest = root.partition("://")
         if re.search(r"[@?#]", rest):
-            # not repeated: it may hold a secret
+            # not repeated, because it may contain a secret
             raise ConfigError(
                 f"data.root={scheme}://...: a user name, password or query would be logged; set "
                 "credentials in the environment, such as AWS_ACCESS_KEY_ID"
             )
         self.root = root.rstrip("/")
-        # objects that changed since they were listed are refused
+        # objects that changed after they were listed are rejected
         self._states = states or {}
         self._process = os.getpid()
         try:
@@ -47,7 +47,7 @@ class RemoteStore:
             open_url: Any = import_module("obstore.store").from_url
         except ImportError as error:
             raise DataError(
-                f"data.root={self.root}: needs obstore; type pip install obstore"
+                f"data.root={self.root}: needs obstore; run pip install obstore"
             ) from error
         try:
             self._store = open_url(self.root, client_options=_CLIENT, retry_config=_RETRIES)
@@ -78,7 +78,7 @@ class RemoteStore:
         return self._states[name]
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Returns exactly ``length`` bytes of a listed object.
+        """Returns exactly ``length`` bytes from a listed object.
 
         Raises:
             OSError: they cannot be read, or the object was replaced after it was listed.
@@ -90,7 +90,7 @@ class RemoteStore:
             wanted = {"range": (offset, offset + length)}
             found = self._obstore.get(self._store, name, options=wanted)
             if _state(found.meta) != self._states[name]:
-                raise OSError("was replaced after the run started; start the run again")
+                raise OSError("was replaced after the run started; restart the run")
             data: bytes = found.bytes().to_bytes()
         if len(data) < length:
             raise OSError(f"ends before byte {offset + length}")
@@ -98,7 +98,7 @@ class RemoteStore:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Raises obstore's errors as OSError with a reason in one line."""
+        """Raises obstore's errors as OSError with a one-line reason."""
         if os.getpid() != self._process:
             raise ConfigError(
                 "loader.start_method=fork: obstore does not survive a fork; use forkserver, or "
@@ -117,7 +117,7 @@ def _state(meta: dict[str, Any]) -> tuple[int, str]:
 
 
 def _plain(error: Exception) -> str:
-    """Returns the reason without addresses."""
+    """Returns the reason for the error, without addresses."""
     text = str(error).partition("\n")[0]
     if answered := re.search(r"status code: (\d{3}[\w ]*)", text):
         denied = answered[1].startswith(("400", "401", "403"))

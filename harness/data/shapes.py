@@ -3,8 +3,8 @@
 A file's bytes depend only on the settings and its index, not on the number of processes. Other
 versions of numpy or Pillow may round or compress differently.
 
-A picture has the power spectrum of a photograph, near 1/f^2 (Field 1987, https://doi.org/10.1364/
-JOSAA.4.002379), and as many bytes per pixel, so it costs as much to decode.
+An image has the power spectrum of a photograph, near 1/f^2 (Field 1987, https://doi.org/10.1364/
+JOSAA.4.002379), and as many bytes per pixel, so decoding it costs as much.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .storage import Source, cache_root, open_folder_splits
 # version of the tree's layout, not of its images
 _VERSION = 2
 _MARKER = "shapes.json"
-# 0.1 s of one core, the reaction time to a signal
+# takes one core 0.1 s, the reaction time to a signal
 _CHUNK_PIXELS = 1_000_000
 
 # a figure is a polygon whose points alternate between radius 1 and its second number
@@ -55,13 +55,13 @@ _FIGURES = {
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
-    """Opens the training and the validation set; generates them first if they are missing.
+    """Opens the training and validation sets; generates them first if they are missing.
 
     They are stored in ``data.root``, or in the user's cache under the digest of ``data.generate``.
 
     Raises:
-        ConfigError: fewer images than classes.
-        DataError: ``data.root`` has other contents, or files of the tree are missing.
+        ConfigError: there are fewer images than classes.
+        DataError: ``data.root`` has other contents, or files in the tree are missing.
         DiskError, Interrupted: the disk is full, or a signal arrived; no partial tree is left.
     """
     generate = data.generate
@@ -82,11 +82,11 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
             tree.rmdir()
         if data.root and os.path.lexists(tree):
             raise DataError(
-                f"{tree}: contains other files, or shapes with other settings; set data.root to a "
+                f"{tree} contains other files, or shapes with other settings; set data.root to a "
                 "folder that does not exist yet"
             )
         if not data.download:
-            raise DataError(f"{tree}: missing, and data.download=false; set data.download=true")
+            raise DataError(f"{tree} is missing, and data.download=false; set data.download=true")
         try:
             make_once(tree, is_made, partial(_draw_all, generate, counts, facts))
         except BrokenProcessPool as error:
@@ -97,14 +97,14 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     for (split, count), source in zip(counts.items(), sources, strict=True):
         if len(source) != count:
             raise DataError(
-                f"{tree / split}: {len(source)} images instead of {count}; delete "
+                f"{tree / split} has {len(source)} images instead of {count}; delete "
                 "its parent folder to generate it again"
             )
     return sources
 
 
 def _is_made(tree: Path, facts: dict[str, int]) -> bool:
-    """Whether ``tree`` is complete, and has these ``facts``."""
+    """Returns whether ``tree`` is complete and has these ``facts``."""
     try:
         return bool(read_json(tree / _MARKER) == facts)
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def _is_made(tree: Path, facts: dict[str, int]) -> bool:
 def _draw_all(
     generate: GenerateConfig, counts: dict[str, int], facts: dict[str, int], part: Path
 ) -> None:
-    """Fills the new folder ``part``, with as many processes as are worth starting."""
+    """Fills the new folder ``part``, using as many processes as are worth starting."""
     images = [(split, i) for split, count in counts.items() for i in range(count)]
     pixels = generate.width * generate.height
     processes = _processes(pixels * len(images))
@@ -131,16 +131,16 @@ def _draw_all(
         finally:
             pool.shutdown(cancel_futures=True)  # waits for all writers
     (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    say(f"Generated {generate.train_images} + {generate.val_images} images of shapes")
+    say(f"Generated {generate.train_images} + {generate.val_images} shape images")
 
 
 def _processes(pixels: int) -> int:
-    """Returns the number of processes; with fewer pixels each, starting them takes longer."""
+    """Returns the number of processes that each draw enough pixels to be worth starting."""
     return max(1, min(int(limits.measure().cores), pixels // 2_000_000))
 
 
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
-    """Writes one image of a split as a JPEG file; classes take turns."""
+    """Writes one image in a split as a JPEG file; classes take turns."""
     split, index = image
     rng = np.random.default_rng((generate.seed, split == "val", index))
     label = index % generate.classes

@@ -1,7 +1,7 @@
-"""Finds the samples of tar shards in WebDataset's layout, and remembers them.
+"""Finds the samples in tar shards with WebDataset's layout, and caches their index.
 
-The label of an image is the number in the ``.cls`` beside it, or in ``label`` of its ``.json``, or
-else the first folder in its name. Patterns or ``_info.json`` say which shards make up which set.
+An image's label is the number in the ``.cls`` next to it, or in ``label`` in its ``.json``, or else
+the first folder in its name. Patterns or ``_info.json`` determine which shards belong to which set.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .tar import TarError, members
 
 INFO = "_info.json"
 INDEX = "_index.npz"
-# raise it with the rules by which labels are found
+# increase it if the rules for finding labels change
 _FORMAT = 1
-# shard, offset, length and label of each sample; and the names of the classes
+# shard, offset, length and label of each sample, and the class names
 _Columns = tuple[list[Any], Sequence[str]]
 
 
 def open_shards(root: str, data: DataConfig, labeled: bool = True) -> ShardSource:
-    """Returns all samples of the shards below ``root`` that ``data`` chooses.
+    """Returns all samples in the shards below ``root`` that ``data`` selects.
 
-    Their index is remembered until a shard changes, by its size and tag. Without labels,
-    ``labeled=False``, every image belongs to one class, which has no name.
+    Their index is cached until a shard's size or tag changes. With ``labeled=False``, every image
+    belongs to one unnamed class.
 
     Raises:
-        ConfigError: a pattern names no shard.
-        DataError: a shard is missing or refused, or labels are missing or contradict each other.
+        ConfigError: a pattern matches no shard.
+        DataError: a shard is missing or rejected, or labels are missing or contradict each other.
     """
     store = open_store(root)
     if "://" not in root:
@@ -82,7 +82,7 @@ def open_shards(root: str, data: DataConfig, labeled: bool = True) -> ShardSourc
 
 
 def _parts(root: str, names: list[str], data: DataConfig, info: dict[str, Any]) -> dict[str, int]:
-    """Returns the place of each shard's set in ``SPLITS``."""
+    """Returns the index of each shard's set in ``SPLITS``."""
     patterns = {"train": data.train, "val": data.val}
     chosen = [
         (SPELLINGS[name], shard)
@@ -99,14 +99,14 @@ def _parts(root: str, names: list[str], data: DataConfig, info: dict[str, Any]) 
     parts = {shard: part for part, shard in chosen}
     if not len(parts) == len(chosen) > 0:
         raise DataError(
-            f"{root}: no *.tar shards, or a shard in two sets; choose each once with "
+            f"{root} has no *.tar shards, or one in two sets; select each once with "
             "data.train=PATTERN data.val=PATTERN"
         )
     return parts
 
 
 def matched(names: Sequence[str], setting: str, pattern: str) -> list[str]:
-    """Returns the ``names`` that match ``pattern``, which may have {000..146}, * and ?.
+    """Returns the ``names`` that match ``pattern``, which may contain {000..146}, * and ?.
 
     Raises:
         ConfigError: none matches, or a number in its range is missing.
@@ -147,12 +147,12 @@ def _content(
 
 
 def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
-    """Returns the index that ``wellfed pack`` wrote; None if the shards have other sizes."""
+    """Returns the index that ``wellfed pack`` wrote; None if the shard sizes differ."""
     with np.load(io.BytesIO(content)) as found:
         shards = found["shards"].tolist()
         known = dict(zip(shards, found["sizes"].tolist(), strict=True))
         if any(known.get(name) != size for name, size in sizes.items()):
-            say(f"{INDEX}: shards have other sizes; their headers are read")
+            say(f"{INDEX}: shard sizes differ; reading shard headers instead")
             return None
         place = {name: i for i, name in enumerate(sizes)}
         shard = np.array([place.get(name, -1) for name in shards])[found["shard"]]
@@ -163,7 +163,7 @@ def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
 def indexed(
     store: Store, sizes: dict[str, int], given: list[str] | None, labeled: bool
 ) -> _Columns:
-    """Returns the samples by the shards' headers, in the folder's order."""
+    """Returns the samples found in the shards' headers, in the folder's order."""
     rows: list[tuple[bytes, int, int, int, int]] = []
     with progress("Reading headers", len(sizes), "shards") as bar:
         for place, name in enumerate(bar.over(sizes)):
@@ -177,7 +177,7 @@ def indexed(
             except (ValueError, OSError) as error:
                 raise DataError(f"{store.root}/{name}: {error}") from error
     if not rows:
-        raise DataError(f"{store.root}: no images in {listed([*sizes])}")
+        raise DataError(f"{store.root}: there are no images in {listed([*sizes])}")
     rows.sort()
     names, shard, offset, length, told = zip(*rows, strict=True)
     labels, classes = np.zeros(len(rows), np.int32), [""]
@@ -195,7 +195,7 @@ def _part(content: bytes, offset: int, length: int) -> bytes:
 
 
 def _samples(read: Any, size: int, place: int) -> list[tuple[bytes, int, int, int, int]]:
-    """Returns name, shard, offset, length and number (-1: none) of a shard's images."""
+    """Returns the name, shard, offset, length and number (-1: none) of each image in a shard."""
     images: dict[bytes, tuple[bytes, tuple[int, int]]] = {}
     told: dict[bytes, int] = {}
     for name, at, length, content in members(read, size, (b".cls", b".json")):
@@ -215,23 +215,23 @@ def _samples(read: Any, size: int, place: int) -> list[tuple[bytes, int, int, in
 def labels_of(
     names: Sequence[bytes], told: Sequence[int], given: list[str] | None
 ) -> tuple[np.ndarray, list[str]]:
-    """Returns the labels of images, int32 ``[N]``, and the classes.
+    """Returns the image labels, int32 ``[N]``, and the classes.
 
     Args:
-        names: of the images; the first folder in each names its class unless numbers do.
-        told: the number of each image's class; -1: none.
-        given: the names of the classes by number; None: unknown.
+        names: image names; the first folder in each one is its class unless there are numbers.
+        told: the class number of each image; -1: none.
+        given: the class names by number; None: unknown.
 
     Raises:
-        TarError: images have no label, or two that disagree.
+        TarError: images have no label, or two labels that disagree.
     """
     folders = [os.fsdecode(name[: max(0, name.find(b"/"))]) for name in names]
     pairs = sorted({*zip(told, folders, strict=True)}, key=lambda p: (p[0], os.fsencode(p[1])))
     numbers, places = ({*column} for column in zip(*pairs, strict=True))
     by_folder = numbers == {-1} and "" not in places
     if -1 in numbers and not by_folder:
-        raise TarError("images without a label; write KEY.cls beside each, or name CLASS/KEY.jpg")
-    # a folder of its own for each number names it
+        raise TarError("images have no label; add KEY.cls to each, or name them CLASS/KEY.jpg")
+    # if each number has its own folder, the folder is its name
     named = by_folder or len(pairs) == len(numbers) == len(places) > 1
     called = {pair: pair[1] if named else str(pair[0]) for pair in pairs}
     if given and not by_folder:

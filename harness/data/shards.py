@@ -1,4 +1,4 @@
-"""Reads images at random from tar shards in WebDataset's layout, by an index of their headers."""
+"""Reads images in any order from WebDataset tar shards, using an index of their headers."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _SETS = "data.train='train-*.tar' data.val='val-*.tar', as the shards are named"
 
 
 class ShardSource:
-    """The samples of one set of shards, in the order of the folder that they were packed from.
+    """The samples in one set of shards, in the order of the folder they were packed from.
 
-    The order is by label, then by path. Each sample takes 20 bytes of a mapped file, which all
+    The order is by label, then by path. Each sample takes 20 bytes in a mapped file, which all
     processes share and which ends with the other attributes in JSON.
 
     Attributes:
         store: reads the shards.
         root: the store's name in messages.
-        shards: names of the shards.
-        classes: names of the classes.
+        shards: shard names.
+        classes: class names.
         shard: index of each sample's shard, int32 ``[N]``.
         offset: first byte of each sample in its shard, int64 ``[N]``.
-        length: number of bytes of each sample, int32 ``[N]``.
+        length: number of bytes in each sample, int32 ``[N]``.
         labels: index of each sample's class, int32 ``[N]``.
     """
 
-    # column of the image names in predictions
+    # column with the image names in predictions
     key = "member"
     advice = f"set data.split_fraction=0.1, or {_SETS}"
-    # as of a table
+    # as in a table
     groups: np.ndarray | None = None
 
     def __init__(self, store: Store | Ahead, file: MappedFile, part: int | None = None) -> None:
@@ -102,11 +102,11 @@ class ShardSource:
         return int(self.length[rows].sum())
 
     def where(self, i: int) -> str:
-        """Returns the path of the shard and the name of the member."""
+        """Returns the shard's path and the member's name."""
         return f"{self.root}/{self.name(i)}"
 
     def name(self, i: int) -> str:
-        """Returns the names of the shard and the member, or the member's first byte."""
+        """Returns the shard's name and the member's name or, failing that, its first byte."""
         shard = self.shards[self.shard[i]]
         end = int(self.offset[i])
         member = f"byte {end}"
@@ -124,25 +124,25 @@ class ShardSource:
         return *self._states[self.shard[i]], int(self.offset[i])
 
     def digest(self) -> bytes:
-        """Returns a hash of the names, positions and labels, 32 bytes."""
+        """Returns a 32-byte digest of the names, positions and labels."""
         found = hashlib.sha256("\0".join(self.shards + self.classes).encode())
         for column in (self.shard, self.offset, self.length, self.labels):
             found.update(column.data)
         return found.digest()
 
     def sets(self) -> dict[str, Source]:
-        """Returns the sets of the shards, by name."""
+        """Returns the sets in the shards, by name."""
         parts = (ShardSource(self.store, self._file, part) for part in range(len(SPLITS)))
         return {name: part for name, part in zip(SPLITS, parts, strict=True) if len(part)}
 
     @cached_property
     def _lie(self) -> np.ndarray:
-        """The samples in the order of their bytes."""
+        """The samples in byte order."""
         return np.lexsort((self.offset, self.shard))
 
     @cached_property
     def _begins(self) -> np.ndarray:
-        """The end of the sample before each in its shard, int64 ``[N]``."""
+        """The end of the preceding sample in the shard for each sample, int64 ``[N]``."""
         begins = np.zeros(len(self), np.int64)
         ends = padded((self.offset + self.length)[self._lie])
         begins[self._lie[1:]] = np.where(np.diff(self.shard[self._lie]), 0, ends[:-1])

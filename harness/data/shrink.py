@@ -1,11 +1,11 @@
-"""Copies a folder of images and shrinks the large ones: ``wellfed shrink``.
+"""Copies an image folder and shrinks the large images: ``wellfed shrink``.
 
     wellfed shrink /data/photos /data/photos-500 --max-side 500 --quality 90
 
-Folders, names and links are kept. An image with a longer side is resized, rotated by its EXIF
-orientation, and saved in its own format. All other files are copied unchanged, including unreadable
-images, which are listed. A second call resumes an interrupted one. Exit codes: 0: success; 2: wrong
-folders or options; 3: an image is unreadable.
+Folders, names and links are kept. A larger image is resized, rotated according to its EXIF
+orientation, and saved in its original format. All other files are copied unchanged, including
+unreadable images, which are listed. A second call resumes an interrupted one. Exit codes:
+0: success; 2: wrong folders or options; 3: an image is unreadable.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .datasets import AnyDataset, ImageDataset
 from .decode import HEAD_BYTES, DecodeError, decode, reader
 from .storage import evenly_spaced
 
-# in the copy, describes its source
+# file in the copy that describes its source
 RECORD = ".wellfed-shrink.json"
 _FILTER = "bicubic"
 MAX_SIDE = 500
 QUALITY = 90
-# number of images, and seconds, to measure the speedup of a copy
+# number of images and seconds used to measure the speedup from a copy
 _TRIED = 64
 _TRIED_S = 2.0
 _OPTIONS = DataConfig(exif_orientation=True)
@@ -56,11 +56,11 @@ class Copy:
     """Source and options of a copy."""
 
     source: str
-    # largest longer side, in pixels; None: unlimited
+    # maximum longer side in pixels; None: unlimited
     max_side: int | None
-    # of JPEG and WebP
+    # JPEG and WebP quality
     quality: int
-    # the other options, of shards
+    # other options, for shards
     packed: str = ""
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Copy:
 
     @classmethod
     def at(cls, folder: Path) -> Copy | None:
-        """Returns the source of ``folder`` or of a parent; None if it is not a copy."""
+        """Returns the record in ``folder`` or in a parent; None if it is not a copy."""
         for place in (folder, *folder.absolute().parents):
             if (place / RECORD).is_file():
                 return cls(**read_json(place / RECORD))
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="wellfed shrink", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="folder of images, nested in any way")
+    parser.add_argument("folder", type=Path, help="folder with images, nested in any way")
     parser.add_argument("out", type=Path, help="folder for the copy")
     return command(parser, MAX_SIDE, arguments, shrink)
 
@@ -93,12 +93,12 @@ def command(
     arguments: Sequence[str],
     work: Callable[..., None],
 ) -> int:
-    """Adds the size options, calls ``work`` with the typed arguments; returns the exit code."""
+    """Adds the size options, calls ``work`` with the arguments, and returns the exit code."""
     parser.add_argument(
         "--max-side",
         type=positive,
         default=max_side,
-        help="largest longer side in pixels (default: %(default)s)",
+        help="maximum longer side in pixels (default: %(default)s)",
     )
     parser.add_argument(
         "--quality",
@@ -113,7 +113,7 @@ def command(
         work(**vars(typed))
     except (ConfigError, DataError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, OSError):
-            # errors of writes name no file
+            # write errors do not name a file
             error.filename = error.filename or typed.out
         return tell([error])
     return 0
@@ -140,12 +140,12 @@ def shrink(folder: Path, out: Path, max_side: int, quality: int) -> None:
     with progress("shrink", len(files), "files") as bar:
         unreadable = [*filter(None, bar.over(in_order(copy, files, cores())))]
     before, after = (sum(os.path.getsize(pair[i]) for pair in files) for i in (0, 1))
-    say(f"{out}: {len(files)} files, {after / 1e6:.0f} MB; {folder} has {before / 1e6:.0f} MB")
+    say(f"{out} has {len(files)} files, {after / 1e6:.0f} MB; {folder} has {before / 1e6:.0f} MB")
     check_read(unreadable)
 
 
 def claim(folder: Path, out: Path, wanted: Copy) -> None:
-    """Creates the folder ``out`` for a copy of ``folder``, or reuses that of an earlier call.
+    """Creates the folder ``out`` for a copy of ``folder``, or reuses the one from an earlier call.
 
     Raises:
         ConfigError: one folder contains the other, or ``out`` has other contents.
@@ -154,10 +154,10 @@ def claim(folder: Path, out: Path, wanted: Copy) -> None:
     if not source.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if source == target or source in target.parents or target in source.parents:
-        raise ConfigError(f"{out}: overlaps {folder}; name a folder next to it")
+        raise ConfigError(f"{out} overlaps {folder}; specify a folder next to it")
     found = Copy.at(target) if (target / RECORD).exists() else None
     if target.exists() and found != wanted and any(target.iterdir()):
-        raise ConfigError(f"{out}: contains {found or 'other files'}; name a new folder")
+        raise ConfigError(f"{out} contains {found or 'other files'}; specify a new folder")
     target.mkdir(parents=True, exist_ok=True)
     write_whole(target / RECORD, json.dumps(asdict(wanted)).encode())
 
@@ -168,7 +168,7 @@ def cores() -> int:
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> Iterator[Result]:
-    """Yields the results of ``work`` in the order of ``items``, computed by ``jobs`` threads."""
+    """Yields the results from ``work`` in the order of ``items``, computed by ``jobs`` threads."""
     with ThreadPoolExecutor(jobs) as threads:
         running: deque[Future[Result]] = deque()
         for item in items:
@@ -180,7 +180,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -
 
 
 def check_read(unreadable: Sequence[str]) -> None:
-    """Raises DataError if images were ``unreadable``: each with its reason."""
+    """Raises DataError if there are ``unreadable`` images, given with their reasons."""
     if unreadable:
         raise DataError(
             f"{len(unreadable)} images cannot be read and were copied unchanged: "
@@ -189,8 +189,8 @@ def check_read(unreadable: Sequence[str]) -> None:
 
 
 def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yields each file with the path of its copy; creates folders, and links within the tree."""
-    # with the real parent folders, to which a link may lead back
+    """Yields each file with its copy's path; creates folders, and links within the tree."""
+    # each with its real parent folders, to which a link may lead back
     pending = [(source, target, {source})]
     while pending:
         folder, made, around = pending.pop()
@@ -213,10 +213,10 @@ def _files(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _copy(pair: tuple[Path, Path], max_side: int, quality: int) -> str | None:
-    """Copies a file, shrunk if it is a large image; returns the error of an unreadable one."""
+    """Copies a file, shrunk if it is a large image; returns its error if it is unreadable."""
     path, place = pair
     state = path.stat()
-    # as left by an earlier call
+    # copied by an earlier call
     if place.exists() and place.stat().st_mtime_ns == state.st_mtime_ns:
         return None
     data, wrong = attempted(path.read_bytes(), str(path), max_side, quality)
@@ -230,7 +230,7 @@ def _copy(pair: tuple[Path, Path], max_side: int, quality: int) -> str | None:
 
 
 def attempted(data: bytes, where: str, max_side: int, quality: int) -> tuple[bytes, str | None]:
-    """Returns ``data``, ``reduced`` if it is an image, and the error of an unreadable one."""
+    """Returns ``data``, ``reduced`` if it is an image, and its error if it is unreadable."""
     try:
         if reader(data[:HEAD_BYTES]) is not None:
             return reduced(data, max_side, quality), None
@@ -240,7 +240,7 @@ def attempted(data: bytes, where: str, max_side: int, quality: int) -> tuple[byt
 
 
 def reduced(data: bytes, max_side: int, quality: int) -> bytes:
-    """Returns an encoded image in its own format, shrunk if it is too large.
+    """Returns an encoded image in its original format, shrunk if it is too large.
 
     Raises:
         DecodeError: as ``decode``.
@@ -257,10 +257,10 @@ def reduced(data: bytes, max_side: int, quality: int) -> bytes:
 
 
 def speedup(images: AnyDataset) -> float | None:
-    """Returns the speedup of loading samples from a copy by ``wellfed shrink``.
+    """Returns the speedup from loading samples from a copy made by ``wellfed shrink``.
 
-    Shrinks up to 64 files in memory, for about two seconds, then decodes, crops and resizes both
-    versions and compares the CPU time of this thread. None if there are no files, or decoded images
+    Shrinks up to 64 files in memory, for about two seconds, decodes, crops and resizes both
+    versions and compares this thread's CPU times. None if there are no files, or if decoded images
     are cached.
     """
     if not isinstance(images, ImageDataset) or images.cache is not None:

@@ -1,4 +1,4 @@
-"""Defines the sources of samples: folders of files, arrays, and subsets of either."""
+"""Defines sample sources: folders of files, arrays, and subsets of either."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .decode import way_to_read
 from .folder_index import Index, listing, open_index
 from .folds import Fold, HeldOut, dealt
 
-# of one file; larger files are not images and could exhaust memory
+# size limit of a file; larger files are not images and could exhaust memory
 _MOST_BYTES = 1 << 30
-# fixed: the run's seed must not move images from training to validation
+# fixed, because the run's seed must not move images from training to validation
 SPLIT_SEED = 0
 
 
@@ -43,7 +43,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Returns bytes or uint8 pixels ``[H, W, 3]``, and the label; raises BadSample."""
+        """Returns bytes or uint8 pixels ``[H, W, 3]`` and the label; raises BadSample."""
 
     def where(self, i: int) -> str:
         """Returns the location of sample ``i``, for messages."""
@@ -69,11 +69,11 @@ class FileSource:
         return len(self.labels)
 
     def where(self, i: int) -> str:
-        """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
+        """Returns the path; non-UTF-8 bytes are escaped as in ``os.fsdecode``."""
         return os.path.join(self.root, self.classes[self.labels[i]], self.index.name(i))
 
     def name(self, i: int) -> str:
-        """Returns the path below ``root``, with the same escapes."""
+        """Returns the path relative to ``root``, with the same escapes."""
         return os.path.relpath(self.where(i), self.root)
 
     def digest(self) -> bytes:
@@ -84,7 +84,7 @@ class FileSource:
         """Returns values that change with the file's content.
 
         Raises:
-            OSError: the file is gone.
+            OSError: the file is missing.
         """
         status = os.stat(self.where(i))
         return status.st_size, status.st_mtime_ns
@@ -113,7 +113,7 @@ class FolderSource(FileSource):
     suffixes and non-images are skipped and counted by reason. The listing is cached (``Index``).
 
     Raises:
-        DataError: ``root`` is missing, has no images or a class without images, or is partly
+        DataError: ``root`` is missing, has no images, has a class without images, or is partly
             unreadable.
     """
 
@@ -137,12 +137,12 @@ class FolderSource(FileSource):
             what = f"no images in {listed(empty)}" if any(empty) else "no images"
             raise DataError(
                 f"{self.root}: {what} (skipped: {left_out or 'nothing'}). Training needs one "
-                "folder of images per class; images for prediction can be anywhere below"
+                "image folder per class; images for prediction can be anywhere in the folder"
             )
 
 
 class ArraySource:
-    """Pixels in memory: ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``."""
+    """Pixels in memory: ``images``, uint8 ``[N, H, W, 3]``, with integer ``labels``, ``[N]``."""
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str
@@ -162,7 +162,7 @@ class ArraySource:
             and images.flags.c_contiguous
         ):
             return self.__dict__
-        # workers map the file; a pickled map would copy all pixels
+        # workers map the file, because a pickled map would copy all pixels
         place = (images.filename, np.uint8, "r", images.offset, images.shape)
         return {**self.__dict__, "images": place}
 
@@ -186,7 +186,7 @@ class ArraySource:
 class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``.
 
-    Labels are indices into ``classes``, which contains all of the source's classes (default).
+    Labels are indices into ``classes``, which contains all source classes and defaults to them.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Subset:
         self.classes = classes or source.classes
         if classes is not None:
             places = {name: place for place, name in enumerate(classes)}
-            # classes of other parts may be missing
+            # classes in other parts may be missing
             self.labels = np.array([places.get(name, -1) for name in source.classes])[self.labels]
 
     def __len__(self) -> int:
@@ -206,7 +206,7 @@ class Subset:
 
     @property
     def blocks(self) -> np.ndarray:
-        """The blocks of the samples, int32 ``[N]``; AttributeError if the source has none."""
+        """The samples' blocks, int32 ``[N]``; raises AttributeError if the source has none."""
         source: Any = self.source
         return np.asarray(source.blocks[self.indices])
 
@@ -225,7 +225,7 @@ class Subset:
         return self.source.where(int(self.indices[i]))
 
     def state(self, i: int) -> tuple[object, ...]:
-        """Returns the state of the sample in ``source``, if that has files."""
+        """Returns the state of the sample in ``source``, if it has files."""
         source: Any = self.source
         state: tuple[object, ...] = source.state(int(self.indices[i]))
         return state
@@ -239,7 +239,7 @@ def undivided(source: Source) -> Source:
 
 
 def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
-    """Returns the sorted int64 indices of each label, for at least ``classes`` labels."""
+    """Returns the sorted int64 indices for each label, for at least ``classes`` labels."""
     counts = np.bincount(labels, minlength=classes)
     return np.split(np.argsort(labels, kind="stable"), counts.cumsum()[:-1])
 
@@ -247,13 +247,13 @@ def by_class(labels: np.ndarray, classes: int = 0) -> list[np.ndarray]:
 def split(
     source: Source, held_out: float | Fold, seed: int, groups: np.ndarray | None = None
 ) -> tuple[Subset, Subset]:
-    """Splits ``source`` in two by ``seed``.
+    """Splits ``source`` into two parts using ``seed``.
 
     The second part is the fraction or fold ``held_out`` of every class. Images with the same number
     in ``groups``, int64 ``[N]``, stay together.
 
     Raises:
-        DataError: a class cannot be in both.
+        DataError: a class cannot be in both parts.
     """
     labels = source.labels
     places = by_class(labels, len(source.classes))
@@ -287,7 +287,7 @@ def split(
     absent = np.flatnonzero(np.bincount(labels[chosen], minlength=len(source.classes)) == 0)
     if len(absent):
         names = listed([source.classes[place] for place in absent])
-        log.warning("no validation image of class %s: too few images or groups", names)
+        log.warning("no validation images in class %s: too few images or groups", names)
     if groups is not None:
         count, held = (len(np.unique(groups[own])) for own in (~chosen, chosen))
         say(f"groups: {count} in training, {held} in validation, none in both")
@@ -295,9 +295,9 @@ def split(
 
 
 def part(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Returns sorted int64 indices of a ``fraction`` of each class, drawn by ``seed``.
+    """Returns sorted int64 indices of a ``fraction`` of each class, drawn with ``seed``.
 
-    Every class keeps an image, and larger fractions contain smaller ones.
+    Every class keeps at least one image, and larger fractions contain smaller ones.
     """
     rng = order_rng(seed, 0)
     kept = [rng.permutation(own)[: max(1, round(fraction * len(own)))] for own in by_class(labels)]
@@ -310,16 +310,16 @@ def evenly_spaced(length: int, most: int) -> list[int]:
 
 
 def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Source, Source]:
-    """Returns the training and the validation set below ``root``.
+    """Returns the training and validation sets below ``root``.
 
-    Either ``root/train`` or ``training`` with one of ``val``, ``valid`` or ``validation`` (without
-    any of them ``test`` or ``testing``), in capitals too, or one tree of class folders, of which
+    These are either ``root/train`` or ``training`` with ``val``, ``valid`` or ``validation`` (if
+    none exists, ``test`` or ``testing``), in any case, or one tree of class folders, of which
     ``held_out`` is drawn for validation.
 
     Raises:
-        DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
+        DataError: a folder is missing, ambiguous or rejected by ``FolderSource``, or the classes
             differ.
-        ConfigError: ``held_out`` is given, and ``root`` has both folders.
+        ConfigError: ``held_out`` is given, but ``root`` has both folders.
     """
     base, sets = find_sets(root, held_out)
     kept = sets.get("train")
@@ -332,14 +332,14 @@ def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple
         _refuse_splits(whole)
         if held_out is None:
             raise DataError(
-                f"{base}: no train folder (found: {listed([path.name for path in found])}); "
+                f"{base} has no train folder (found: {listed([path.name for path in found])}); "
                 "if these are classes, set data.split_fraction=0.1"
             )
         _look_at_classes(whole)
         return split(whole, held_out, SPLIT_SEED)
     instead = f"hold out a part of {kept.name}: {typed('data.root', kept)} data.split_fraction=0.1"
     if not validates:
-        raise DataError(f"{base}: no val folder next to {kept.name}; add one, or {instead}")
+        raise DataError(f"{base} has no val folder next to {kept.name}; add one, or {instead}")
     tell_of_test(sets)
     train = FolderSource(kept)
     try:
@@ -362,12 +362,12 @@ def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple
 
 
 def _refuse_level(base: Path, folders: list[Path], held_out: HeldOut) -> None:
-    """Rejects a folder whose sets are in one of its ``folders`` or next to it or its class folder.
+    """Rejects a folder whose sets are in one of its ``folders``, or next to it or its parent.
 
     Raises:
-        DataError: a set was found there.
+        DataError: sets were found there.
     """
-    # training on a part may be intended
+    # training on one part may be intended
     above = base.parents[:2] if held_out is None else ()
     for place in (*folders, *above):
         sets: dict[str, Path] = {}
@@ -377,13 +377,13 @@ def _refuse_level(base: Path, folders: list[Path], held_out: HeldOut) -> None:
             found = " and ".join(path.name for path in sets.values())
             unset = f" {_setting(held_out).partition('=')[0]}=null" if held_out else ""
             raise DataError(
-                f"{base}: no train folder, but {place} has {found}; set "
+                f"{base} has no train folder, but {place} has {found}; set "
                 f"{typed('data.root', place)}{unset}"
             )
 
 
 def _told_apart(names: Iterable[str], others: Iterable[str]) -> str:
-    """Returns the first five ``names``, escaped if they differ only in invisible characters."""
+    """Returns the first few ``names``, escaped if they differ only in invisible characters."""
 
     def seen(name: str) -> str:
         return "".join(unicodedata.normalize("NFKC", name).casefold().split())
@@ -397,7 +397,7 @@ def check_classes(source: Source, where: object) -> None:
     """Warns about classes of ``source`` that the user may not have intended."""
     classes = source.classes
     if len(classes) == 1:
-        log.warning("%s: only one class, %r: any prediction is correct", where, classes[0])
+        log.warning("%s has only one class, %r: any prediction is correct", where, classes[0])
     if sorted(classes, key=natural) != [*classes]:
         say(f"classes are sorted as text, not numerically: {listed(classes)}")
 
@@ -411,8 +411,8 @@ def _look_at_classes(source: FolderSource) -> None:
         if own in classes and (others := classes.intersection(inner) - {own}):
             target = os.path.join(source.root, min(others))
             log.warning(
-                "%s: its images belong to class %r, but %r is also a class; to move them there: "
-                "mv -n %s/* %s",
+                "%s: its images belong to class %r, but %r is also a class; to move them there, "
+                "run mv -n %s/* %s",
                 printable(path),
                 own,
                 min(others),
@@ -451,7 +451,7 @@ def find_sets(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Path, di
     """Returns ``root`` as a path, and its folders by set.
 
     Raises:
-        DataError: ``root`` is missing, or two folders may hold one set.
+        DataError: ``root`` is missing, or two folders could contain the same set.
         ConfigError: ``held_out`` has no effect.
     """
     base = Path(root).expanduser().absolute()
@@ -471,10 +471,10 @@ def find_sets(root: str | os.PathLike[str], held_out: HeldOut) -> tuple[Path, di
 
 
 def open_sets(root: str | os.PathLike[str]) -> tuple[Path, dict[str, Source]]:
-    """Returns ``root`` as a path, and all images below it by set; "": one tree.
+    """Returns ``root`` as a path, and all images below it by set; "" for a single tree.
 
     Raises:
-        DataError: a folder is missing, ambiguous or refused by ``FolderSource``.
+        DataError: a folder is missing, ambiguous or rejected by ``FolderSource``.
     """
     base, sets = find_sets(root, None)
     if len(sets) < 2:
@@ -490,9 +490,9 @@ def open_evaluated(
 ) -> tuple[Source, str]:
     """Returns the images below ``root`` that ``mode=evaluate`` uses, and a name for them.
 
-    These are the ``test`` or ``validation`` set or, if ``root`` holds class folders, all images, or
-    those that ``held_out`` drew for validation. Labels are indices into ``classes``, the network's
-    class names; an empty tuple selects the folder names.
+    These are the ``test`` or ``validation`` set or, if ``root`` contains class folders, all images,
+    or those that ``held_out`` drew for validation. Labels are indices into ``classes``, the
+    network's class names; an empty tuple selects the folder names.
 
     Raises:
         DataError: a folder is missing, ambiguous, rejected by ``FolderSource`` or not a class.
@@ -508,7 +508,7 @@ def open_evaluated(
             name = "test images"
     elif evaluate is Evaluate.test:
         raise DataError(
-            f"data.evaluate=test: {base} has no test folder; pass the folder of test images "
+            f"data.evaluate=test: {base} has no test folder; specify the folder with test images "
             "with data.root=FOLDER"
         )
     elif held_out is not None:
@@ -520,7 +520,7 @@ def open_evaluated(
 
 
 def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Source:
-    """Returns ``source`` with labels as indices into ``classes`` of a network, unless empty.
+    """Returns ``source`` with labels as indices into a network's ``classes``, unless empty.
 
     Raises:
         DataError: the source has a class that the network lacks.
@@ -539,9 +539,9 @@ def in_classes(source: Source, classes: tuple[str, ...], where: object) -> Sourc
 
 
 def _refuse_splits(source: FolderSource) -> None:
-    """Rejects class folders whose images are all in subfolders of the same names.
+    """Rejects class folders whose images are all in subfolders with the same names.
 
-    A subfolder that has all images of a class is ignored.
+    A subfolder that contains all images in a class is ignored.
 
     Raises:
         DataError: there are such subfolders, which are probably the classes.
@@ -556,16 +556,16 @@ def _refuse_splits(source: FolderSource) -> None:
     names = sorted(set.intersection(*inner))
     if len(names) > 1:
         raise DataError(
-            f"{source.root}: each of {listed(source.classes)} has the folders {listed(names)}: are "
+            f"{source.root}: each of {listed(source.classes)} has the folders {listed(names)}; are "
             "these the classes? Rename two folders to train and val, or use one: "
             f"{typed('data.root', f'{source.root}/{outer}')} data.split_fraction=0.1"
         )
 
 
 def cache_root() -> Path:
-    """Returns the folder for generated and downloaded data, by $WELLFED_CACHE."""
+    """Returns the folder for generated and downloaded data, set by $WELLFED_CACHE."""
     if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
-    # a user without a home keeps "~": a folder that cannot be written
+    # for a user without a home, "~" remains and the folder cannot be written
     home = Path("/", os.path.expanduser("~"), ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME") or home) / "wellfed"

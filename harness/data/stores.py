@@ -1,4 +1,4 @@
-"""Reads files by name, position and length: below a folder, or from an object store."""
+"""Reads files by name, position and length, below a folder or from an object store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FolderStore:
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(os.path.expanduser(root))
-        # leaves half of the file descriptors to others
+        # leaves half of the file descriptors for other uses
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._opened = lru_cache(most)(self._open)
 
@@ -32,12 +32,12 @@ class FolderStore:
         return sorted(os.path.relpath(path, self.root) for path in paths)
 
     def state(self, name: str) -> tuple[int, str]:
-        """Returns the size of a file, and its number and times as text."""
+        """Returns a file's size, and its inode number and times as text."""
         status = os.stat(os.path.join(self.root, name))
         return status.st_size, f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Returns exactly ``length`` bytes of a file.
+        """Returns exactly ``length`` bytes from a file.
 
         Raises:
             OSError: they cannot be read, or the file is too short.
@@ -51,7 +51,7 @@ class FolderStore:
 
 
 class Descriptor:
-    """An open file, closed with the last reference."""
+    """An open file, closed when the last reference is deleted."""
 
     __slots__ = ("fd",)
 
@@ -62,8 +62,8 @@ class Descriptor:
         os.close(self.fd)
 
 
-# Files by name below ``root``, which names them in messages and holds no secret. Threads may call
-# at once. Pickled, a store opens its files again.
+# Files by name below ``root``, which identifies them in messages and contains no secrets. Threads
+# may call a store concurrently. After unpickling, a store opens its files again.
 Store = FolderStore | RemoteStore
 
 

@@ -1,9 +1,9 @@
-"""Opens images whose labels are in a table, and writes the table of a folder: ``wellfed table``.
+"""Opens images whose labels are in a table, and writes a folder's table: ``wellfed table``.
 
     wellfed table /data/photos > labels.csv
 
-The table has one row per image of a folder that ``data=imagefolder`` can open, with its path, label
-and, if the folder has several sets, split. Exit code 3: no such folder.
+The table has one row per image in a folder that ``data=imagefolder`` can open, with its path, label
+and, if the folder has several sets, split. Exit code 3: there is no such folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .storage import (
 if TYPE_CHECKING:
     from .shards import ShardSource
 
-# usual column names in order of preference, lower case, letters only
+# usual column names in order of preference, in lower case, letters only
 _NAMES = {
     "image": "path file image filename filepath imagepath imagefile img imgpath imgname imageid "
     "imagename fname name id",
@@ -64,7 +64,7 @@ SPELLINGS = {
     # an empty cell
     "": 0,
 }  # fmt: skip
-# rows searched for the content of missing columns
+# number of rows searched for the content of missing columns
 _LOOKED_AT = 1000
 _FLAGS = {"0", "1", "0.0", "1.0"}
 
@@ -77,13 +77,13 @@ class TableSource(FileSource):
 
     Raises:
         ConfigError: there is no such table or column, or no column has a known name.
-        DataError: the table is unreadable, has no images, or has rows without an image or label.
+        DataError: the table is unreadable, has no images, or has rows without an image or a label.
             ``data.on_error=skip`` skips these rows.
     """
 
     advice = (
-        "write train and val into a column split, or set data.split_fraction=0.1 for rows "
-        "without it"
+        "write train and val into a split column, or set data.split_fraction=0.1 for rows "
+        "without a split"
     )
 
     def __init__(self, root: str, data: DataConfig, labeled: bool = True) -> None:
@@ -105,7 +105,7 @@ class TableSource(FileSource):
                 )
             log.warning("%s; left out", printable(left_out))
         if not len(self):
-            raise DataError(f"{self.origin}: no images{left_out and f' ({left_out})'}; add rows")
+            raise DataError(f"{self.origin} has no images{left_out and f' ({left_out})'}; add rows")
 
     def where(self, i: int) -> str:
         """Returns the path."""
@@ -117,13 +117,13 @@ class TableSource(FileSource):
 
     @property
     def groups(self) -> np.ndarray | None:
-        """The group of each training image, int64 ``[N]``; None: the table has no groups."""
+        """The group of each training image, int64 ``[N]``; None if the table has no groups."""
         splits, *groups = self.index.more
-        # numbered anew, because the split depends on the numbers
+        # renumbered, because the split depends on the numbers
         return np.array(_numbered(groups[0][splits == 0].tolist())) if groups else None
 
     def sets(self) -> dict[str, Source]:
-        """Returns the table's sets by name; warns of groups in several."""
+        """Returns the table's sets by name; warns about groups in several sets."""
         splits, *groups = self.index.more
         if groups:
             pairs = np.unique([groups[0], splits], axis=1)
@@ -139,11 +139,11 @@ class TableSource(FileSource):
 
 
 def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Source]:
-    """Returns the sets of ``source`` by name, with ``held_out`` of ``train`` as ``val``.
+    """Returns the sets in ``source`` by name, with ``held_out`` of ``train`` as ``val``.
 
     Raises:
-        ConfigError: there is a validation set already.
-        DataError: a class cannot be in both.
+        ConfigError: there is already a validation set.
+        DataError: a class cannot be in both sets.
     """
     found = source.sets()
     if held_out is not None and "train" in found:
@@ -156,18 +156,18 @@ def _sets(source: TableSource | ShardSource, held_out: HeldOut) -> dict[str, Sou
 def open_table_splits(
     source: TableSource | ShardSource, held_out: HeldOut
 ) -> tuple[Source, Source]:
-    """Returns the training and the validation set; the test set if there is no validation set.
+    """Returns the training and validation sets, or the test set if there is no validation set.
 
     Raises:
         ConfigError: ``held_out`` has no effect.
-        DataError: a set or the training images of a class are missing.
+        DataError: a set, or a class's training images, are missing.
     """
     sets = _sets(source, held_out)
     train = sets.get("train")
     val = sets.get("val", sets.get("test"))
     if train is None or val is None:
         raise DataError(
-            f"{source.origin}: no {'training' if train is None else 'validation'} images; "
+            f"{source.origin} has no {'training' if train is None else 'validation'} images; "
             f"{source.advice}"
         )
     tell_of_test(sets)
@@ -194,8 +194,8 @@ def open_evaluated_table(
     name = evaluate.name if evaluate.name in sets else "test"
     if evaluate is Evaluate.test and name not in sets:
         raise DataError(
-            f"data.evaluate=test: {source.origin} has no test images; write test into a column "
-            "split, or name another table with data.table=FILE"
+            f"data.evaluate=test: {source.origin} has no test images; write test into a split "
+            "column, or specify another table with data.table=FILE"
         )
     called = {"val": "validation images", "test": "test images"}[name]
     images = in_classes(sets.get(name, source), classes, source.origin)
@@ -203,7 +203,7 @@ def open_evaluated_table(
 
 
 def table_path(root: str, data: DataConfig) -> str:
-    """Returns the path of ``data.table``, in ``root`` or from the current folder."""
+    """Returns the path of ``data.table``, relative to ``root`` or to the current folder."""
     table = os.path.expanduser(str(data.table))
     inside = os.path.join(root, table)
     return inside if os.path.exists(inside) else os.path.abspath(table)
@@ -213,9 +213,9 @@ class _Table:
     """One pass over a table.
 
     Attributes:
-        path: its file.
+        path: the table's file.
         header: column names, or numbers from 1 if the first row already lists an image.
-        places: positions of the columns in ``_NAMES`` that were found.
+        places: positions of those columns in ``_NAMES`` that were found.
 
     Raises:
         ConfigError: there is no such file, or a column is missing.
@@ -251,7 +251,7 @@ class _Table:
         if missing := sorted(wanted - {*self.places}):
             asked = " and ".join(getattr(data.columns, name) or name for name in missing)
             raise ConfigError(
-                f"{self.path}: no column {asked} among {listed(self.header)}; "
+                f"{self.path} has no column {asked} among {listed(self.header)}; "
                 f"{self._advice(missing, free)}"
             )
 
@@ -281,12 +281,12 @@ class _Table:
         ]
         if len(flags) > 1 and {*ones} == {1} and "label" in missing:
             return (
-                "each row has 1 in one of the columns "
+                "each row has a 1 in one of the columns "
                 f"{listed([self.header[place] for place in flags])}; "
-                "add a column label with its name"
+                "add a label column with its name"
             )
         guess: dict[str, int] = {}
-        # a label repeats more often than the number of a patient
+        # a label repeats more often than a patient number
         for place, values in sorted(columns.items(), key=lambda column: len({*column[1]})):
             if any(map(self._find, values[:1])):
                 guess.setdefault("image", place)
@@ -306,7 +306,7 @@ class _Table:
         several = "ambiguous names"
         lost = False
         for number, values in filter(itemgetter(1), self._rows):
-            # a row may lack its last cells
+            # the last cells of a row may be missing
             cells = dict(enumerate(map(text, values)))
             image, *more = (cells.get(self.places.get(name, -1), "") for name in _NAMES)
             label, part, group = map(str.strip, more)
@@ -329,7 +329,7 @@ class _Table:
                     )
                 left_out[several].append(f"{where}: {' or '.join(found)}")
             elif self._labeled and not label:
-                left_out["images without a label"].append(where)
+                left_out["images without labels"].append(where)
             elif self._labeled and split < 0:
                 left_out["images in a split other than train, val or test"].append(where)
             elif (name := found[0]) in rows:
@@ -338,7 +338,7 @@ class _Table:
                 left_out["images listed twice"].append(f"{where} and {rows[name][-1]}")
             else:
                 rows[name] = intern(label), name, split, group or name, image, number
-        # either row may be right
+        # either row may be correct
         kept = sorted(row for name, row in rows.items() if name not in conflicting)
         labels, names, splits, groups, images, _ = zip(*kept, strict=True) if kept else [()] * 6
         folders = {os.path.dirname(os.path.join(self._root, name)) for name in names}
@@ -348,14 +348,14 @@ class _Table:
         }
         watched[os.fsencode(self.path)] = self._state
         columns = [_numbered(labels), splits, _numbered(groups)][: 2 + ("group" in self.places)]
-        # identical rows count once
+        # identical rows are used once
         both = map(dict.fromkeys, zip(images, names, strict=True))
         called = [*map(os.fsencode, map("\0".join, both))]
         classes = [*map(os.fsencode, dict.fromkeys(labels))]
         return pack(classes, columns, called, left_out, watched), not lost
 
     def _find(self, name: str) -> list[str]:
-        """Returns the path below ``root`` that ``name`` refers to; several if it is ambiguous.
+        """Returns the paths below ``root`` that ``name`` may refer to; several if it is ambiguous.
 
         A name may lack its suffix or leading folders, start with another machine's folders, or use
         backslashes.
@@ -372,7 +372,7 @@ class _Table:
 
     @cached_property
     def _below(self) -> defaultdict[str, list[tuple[str, str]]]:
-        """All images by file name with and without suffix, as pairs of listed and real path."""
+        """All images by file name with and without suffix, as pairs of listed and real paths."""
         found = defaultdict(list)
         index = listing(os.fsencode(self._root))
         for path in map(index.name, range(len(index.labels))):
@@ -382,7 +382,7 @@ class _Table:
 
 
 def _plain(name: str) -> str:
-    """Returns the lower-case letters and digits of a column's name."""
+    """Returns the letters and digits in a column name, in lower case."""
     return "".join(filter(str.isalnum, name.casefold()))
 
 
@@ -393,7 +393,7 @@ def _numbered(values: Iterable[Hashable]) -> list[int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table of a folder; returns the exit code."""
+    """Prints a folder's table; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="wellfed table", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -406,7 +406,7 @@ def main(arguments: Sequence[str]) -> int:
     except DataError as error:
         return tell([error])
     columns = slice(2 + ("" not in sources))
-    # names that are not UTF-8 keep their bytes
+    # non-UTF-8 names keep their bytes
     sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     table = csv.writer(sys.stdout, lineterminator="\n")
     table.writerow(["path", "label", "split"][columns])

@@ -1,4 +1,4 @@
-"""Reads the headers of tar archives: ustar, GNU's long names and PAX, as in POSIX.1-2017."""
+"""Reads tar archive headers: ustar, GNU's long names and PAX, as in POSIX.1-2017."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 BLOCK = 512
 # name, size, type, magic and prefix
 _HEADER = struct.Struct("100s24x12s20xc100x5s83x155s12x")
-# what is read at once: a short member and the next header lie in it
+# bytes read at once, which contain a short member and the next header
 _WINDOW = 4096
 _MOST_BYTES = 1 << 20
 
@@ -21,17 +21,17 @@ class TarError(ValueError):
 def members(
     read: Callable[[int, int], bytes], size: int, wanted: tuple[bytes, ...] = (), at: int = 0
 ) -> Iterator[tuple[bytes, int, int, bytes]]:
-    """Yields name, position of the first byte, length and content of each regular member.
+    """Yields the name, first byte's position, length and content of each regular member.
 
     Args:
-        read: returns bytes of the archive, given an offset and a length.
-        size: the size of the archive in bytes.
-        wanted: suffixes of the names whose contents are yielded; other contents are empty.
+        read: returns bytes from the archive, given an offset and a length.
+        size: the archive's size in bytes.
+        wanted: suffixes of names whose contents are yielded; other contents are empty.
         at: the offset of the first header.
 
     Raises:
-        TarError: the archive is damaged, truncated or compressed, or a member is not a plain file
-            or lies outside.
+        TarError: the archive is damaged, truncated or compressed, or a member is not a regular
+            file or is outside the archive's folder.
         OSError: it cannot be read.
     """
     base, window = at, b""
@@ -44,7 +44,7 @@ def members(
             base, window = place, read(place, min(max(length, _WINDOW), size - place))
         return window[place - base : place - base + length]
 
-    # from headers before a member's own
+    # values from the headers that precede a member's own
     more: dict[bytes, bytes] = {}
     while (header := take(at, BLOCK)).strip(b"\0"):
         name, digits, kind, magic, prefix = _HEADER.unpack(header)
@@ -69,8 +69,8 @@ def members(
                 raise TarError(f"{name!r} is a link or sparse file; use tar -h, without -S")
             more = {}
             if name[:1] == b"/" or b".." in name.split(b"/"):
-                raise TarError(f"{name!r} lies outside; write it again from within its folder")
-            # one that is cut off lacks the next header
+                raise TarError(f"{name!r} is outside; write it again from within its folder")
+            # after a truncated member, the next header is missing
             if kind != b"5":
                 yield name, at, length, take(at, length) if name.endswith(wanted) else b""
         at += padded(length)
@@ -80,16 +80,16 @@ def members(
 
 def _number(field: bytes) -> int:
     if field[0] == 0x80:
-        # a size of more than eight gigabytes
+        # a size above eight gigabytes
         return int.from_bytes(field[1:], "big")
     text = field.strip(b"\0 ") or b"0"
     if not text.isdigit():
-        raise TarError(f"has {field!r} for a size; fetch or write it again")
+        raise TarError(f"has {field!r} as a size; fetch or write it again")
     return int(text, 8)
 
 
 def _records(content: bytes) -> dict[bytes, bytes]:
-    """Returns the values of a PAX header by key."""
+    """Returns the values in a PAX header by key."""
     found = {}
     while content:
         count = content.partition(b" ")[0]
@@ -100,5 +100,5 @@ def _records(content: bytes) -> dict[bytes, bytes]:
 
 
 def padded(length: Any) -> Any:
-    """Returns ``length`` in bytes, rounded up to whole blocks."""
+    """Returns ``length``, in bytes, rounded up to whole blocks."""
     return -(-length // BLOCK) * BLOCK

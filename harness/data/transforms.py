@@ -2,10 +2,10 @@
 
 The crops follow torchvision's transforms; the caller supplies the random numbers.
 
-The one resize, from a part of an image into a batch, is bilinear or bicubic and antialiased like
-Pillow's. It is the kernel of torch's ``interpolate`` with an output buffer. On contiguous ``[H, W,
-3]`` it runs in the calling thread without the GIL. All other copies use numpy, because torch would
-start a thread pool for each decoding thread.
+The only resize, from a part of an image into a batch, is bilinear or bicubic and antialiased like
+Pillow's. It uses the kernel of torch's ``interpolate`` with an output buffer. On contiguous ``[H,
+W, 3]``, it runs in the calling thread without the GIL. All other copies use numpy, because torch
+would start a thread pool for each decoding thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..runtime.seeding import SampleRng
 # left, top, width and height in pixels
 Box = tuple[int, int, int, int]
 
-# Private, because only they write into given memory. Through torch.ops they hold the GIL some
-# microseconds longer.
+# Private functions, because only they write into given memory. Through torch.ops, they hold the GIL
+# a few microseconds longer.
 _nn: Any = torch._C._nn
 _KERNELS = {"bilinear": _nn._upsample_bilinear2d_aa, "bicubic": _nn._upsample_bicubic2d_aa}
 
 
 @dataclass(frozen=True, slots=True)
 class CropTransform:
-    """Crops, resizes and flips an image; fields of ``AugmentConfig``."""
+    """Crops, resizes and flips an image; most fields are as in ``AugmentConfig``."""
 
-    # output side in pixels
+    # output side length in pixels
     size: int
     crop: str = "random_resized"
     scale: tuple[float, float] = (0.08, 1.0)
@@ -42,8 +42,8 @@ class CropTransform:
     pad: int = 4
     hflip: float = 0.5
     vflip: float = 0.0
-    # The shorter side before a center crop. None: size * 256 / 224, as since AlexNet; images that
-    # already have this size (CIFAR) are unchanged.
+    # The shorter side before a center crop. None: size * 256 / 224, as usual since AlexNet; images
+    # that already have the output size (CIFAR) are unchanged.
     resize: int | None = None
     # whether the longer side is squashed to the same length
     squash: bool = False
@@ -53,18 +53,18 @@ class CropTransform:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig) -> CropTransform:
-        """Returns the training transform of the settings."""
+        """Returns the training transform specified by the settings."""
         drawn = augment.scale, augment.ratio, augment.pad, augment.hflip, augment.vflip
         how = data.eval_resize, data.eval_squash, data.interpolation.name
         return cls(data.image_size, augment.crop.name, *drawn, *how)
 
     def part(self, rng: SampleRng, width: int, height: int) -> Box:
-        """Returns left, top, width and height of a random crop, as ``__call__`` draws it.
+        """Returns the left, top, width and height of a random crop, as drawn by ``__call__``.
 
-        The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within
-        ``scale`` of the image's, width over height log-uniform within ``ratio``, ten tries, then
-        the largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842,
-        section 6).
+        The distribution is that of torchvision's ``RandomResizedCrop.get_params``: the area is
+        uniform within ``scale`` times the image's, width / height is log-uniform within ``ratio``;
+        after ten tries, the largest central part with an allowed ratio is used (Szegedy et al.
+        2014, arXiv:1409.4842, section 6).
         """
         narrowest, widest = self.ratio
         low = math.log(narrowest)
@@ -89,11 +89,11 @@ class CropTransform:
         lap: Lap | None = None,
         part: Box | None = None,
     ) -> None:
-        """Writes ``image``, uint8 ``[H, W, 3]``, into ``out``, uint8 ``[3, S, S]`` of any strides.
+        """Writes ``image``, uint8 ``[H, W, 3]``, to ``out``, uint8 ``[3, S, S]`` with any strides.
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
-        changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. A
-        ``part`` of ``image`` was already drawn from ``rng``. Several threads may call at once.
+        changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. If
+        given, ``part`` was already drawn from ``rng``. Several threads may call this concurrently.
 
         Raises:
             ValueError: the image is so narrow that its resized version would not fit in memory.
@@ -131,8 +131,8 @@ class CropTransform:
         long = int(short * max(width, height) / min(width, height))
         if long > 65_535:
             raise ValueError(
-                f"{width}x{height} pixels: too narrow; after resizing, the longer side would have "
-                f"{long}"
+                f"{width}x{height} pixels is too narrow; after resizing, the longer side would "
+                f"have {long}"
             )
         return (short, long) if width <= height else (long, short)
 
@@ -145,17 +145,17 @@ def resize_into(
     size: tuple[int, int] | None = None,
     interpolation: str = "bilinear",
 ) -> None:
-    """Writes part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``.
+    """Resizes the part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, into ``out``.
 
     The filter does not reach beyond the box.
 
     Args:
         pixels: the image.
         box: the part to resize.
-        out: uint8 ``[3, S, S]`` of any strides; fastest for a row of a channels_last batch.
-        flip: flip horizontally.
-        size: width and height of the resized box, at least S each, whose center goes to ``out``;
-            None: S each.
+        out: uint8 ``[3, S, S]`` with any strides; fastest for a row in a channels_last batch.
+        flip: whether to flip horizontally.
+        size: width and height of the resized box, each at least S, whose center goes to ``out``;
+            None: both are S.
         interpolation: bilinear or bicubic.
     """
     left, top, width, height = box
@@ -163,13 +163,13 @@ def resize_into(
     side = len(rows)
     new_width, new_height = size or (side, side)
     part = pixels[top : top + height, left : left + width]
-    # flips the smaller of the two, with the same result
+    # flips the smaller of input and output, with the same result
     if flip and size is None and width * height < side * side:
         mirrored = np.empty_like(part, order="C")
         mirror_into(part, mirrored)
         part = mirrored
         flip = False
-    # most training crops, directly into the batch
+    # most training crops go directly into the batch
     direct = rows.flags.c_contiguous and not flip and size is None
     result = resized(part, new_width, new_height, interpolation, rows if direct else None)
     if result is rows:
@@ -184,8 +184,8 @@ def resize_into(
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, flipped, into ``out``, other memory."""
-    # four times faster than all three at once
+    """Writes flipped ``pixels``, uint8 ``[..., H, W, 3]``, into ``out``, which is other memory."""
+    # four times faster than all three channels at once
     for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
 
@@ -197,14 +197,14 @@ def resized(
     interpolation: str = "bilinear",
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Resizes uint8 ``[H, W, 3]`` into ``out``, in order, or new memory, and returns that.
+    """Resizes uint8 ``[H, W, 3]`` into contiguous ``out``, or into new memory, and returns it.
 
     Returns ``pixels`` itself if it already has this size.
     """
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8) if out is None else out
-    # contiguous for the kernel, and writable, or torch warns; numpy is 3x faster than torch here
+    # contiguous for the kernel, and writable to avoid torch's warning; numpy is 3x faster here
     source, target = (
         torch.from_numpy(array.transpose(2, 0, 1)[None])
         for array in (np.require(pixels, requirements=("C", "W")), result)

@@ -1,7 +1,7 @@
-"""Records which JPEGs were decoded in full without errors, so that crops may be decoded alone.
+"""Records which JPEGs were decoded in full without errors, so that crops can be decoded alone.
 
-A file in the cache folder has a checksum of each image's bytes, shared by all workers, local ranks
-and later runs. An image with changed bytes is decoded in full again.
+A file in the cache folder contains a checksum of each image's bytes, shared by all workers, local
+ranks and later runs. An image whose bytes changed is decoded in full again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _FORMAT = 1
 
 @dataclass(eq=False)
 class Whole:
-    """The checksums of images by number; 0 if an image was not decoded yet.
+    """The image checksums by number; 0 if an image has not been decoded yet.
 
-    Numbers beyond the last wrap around. Eight bytes are written at once, so a killed process leaves
-    no partial checksum. Without a file all images count as decoded, to measure the cost of crops.
+    Numbers beyond the last one wrap around. Eight bytes are written at once, so a killed process
+    leaves no partial checksum. Without a file, all images are treated as decoded, to measure the
+    cost of crops.
     """
 
     file: MappedFile | None
@@ -40,7 +41,7 @@ class Whole:
         return Whole, (self.file,)
 
     def has(self, i: int, checksum: int) -> bool:
-        """Returns whether image ``i`` with this checksum was decoded in full."""
+        """Returns whether image ``i``, with this checksum, was decoded in full."""
         return self.file is None or int(self._sums[i % len(self._sums)]) == checksum
 
     def add(self, i: int, checksum: int) -> None:
@@ -50,7 +51,7 @@ class Whole:
 
 
 class Seen(Whole):
-    """A lossy table of the images that this run decoded in full; their checksums number them.
+    """A lossy table of images that this run decoded in full, numbered by their checksums.
 
     Workers share it. A colliding checksum replaces the older one.
     """
@@ -65,7 +66,7 @@ class Seen(Whole):
 
 
 def _seen(path: str) -> Seen:
-    """Returns the checksums in a process's file; new ones if that process has ended."""
+    """Returns the checksums in a process's file, or a new table if that process has ended."""
     try:
         return Seen(opened(path, writable=True))
     except OSError:
@@ -73,7 +74,7 @@ def _seen(path: str) -> Seen:
 
 
 def open_whole(source: Source, options: DataConfig) -> Whole | None:
-    """Opens the checksums of a folder's images; None if they are not needed."""
+    """Opens the checksums for a source's images; None if they are not needed."""
     count = len(source)
     whole = undivided(source)
     if not isinstance(whole, FileSource | ShardSource) or "parts of JPEG" not in in_use():
@@ -87,6 +88,6 @@ def open_whole(source: Source, options: DataConfig) -> Whole | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         reserve(fd, size)
     except OSError:
-        # only for this run
+        # kept for this run only
         fd = memory(size)
     return Whole(MappedFile(fd, writable=True))

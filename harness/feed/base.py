@@ -1,4 +1,4 @@
-"""Defines a backend, its batches and settings, the buffer pool and a worker's loading."""
+"""Defines a backend, its batches and settings, the buffer pool and how a worker loads."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ THREADS = "threads"
 # backend for images that fit in memory
 ARRAYS = "arrays"
 
-# worker losses at one batch that end the pass, because the batch may kill every worker
+# worker losses on one batch after which the pass ends, because the batch may kill every worker
 _TRIES = 3
-# batches that are announced before they start, and their bytes
+# maximum number and bytes of batches announced before they start
 _AHEAD = 8
 AHEAD_BYTES = 64 << 20
-# the epoch and the sample indices of a batch
+# the epoch and sample indices of a batch
 Request = tuple[int, np.ndarray]
 Requests = Iterator[Request]
 
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
         sample: its index in the dataset.
         where: its location, for messages.
         reason: the error.
-        replaced: whether another sample replaces it; else its pixels are undefined.
+        replaced: whether another sample replaces it; otherwise, its pixels are undefined.
     """
 
     sample: int
@@ -60,7 +60,7 @@ class HostBatch(NamedTuple):
     """One batch on the host.
 
     Attributes:
-        images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
+        images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as written by decoders.
         labels: int64 ``[N]``.
         indices: int64 ``[N]``, sample indices from an order.
         failures: the unreadable samples.
@@ -77,7 +77,7 @@ class HostBatch(NamedTuple):
 
     def pin_memory(self) -> HostBatch:
         """Returns the batch in pinned memory, except the indices; called by torch's loader."""
-        # timestamp last
+        # timestamps last
         return self._replace(
             images=self.images.pin_memory(),
             labels=self.labels.pin_memory(),
@@ -87,11 +87,12 @@ class HostBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """Fully resolved settings of a feed, with torch's names.
+    """Fully resolved feed settings, with torch's names.
 
-    ``dataclasses.replace`` changes them and adapts dependent settings: without workers,
-    ``prefetch_factor`` and ``persistent_workers`` are None, else 2 and True by default. For threads
-    ``prefetch_factor`` may be None, which means two batches in all. Arrays have no workers.
+    ``dataclasses.replace`` changes them and adjusts dependent settings: without workers,
+    ``prefetch_factor`` and ``persistent_workers`` are None; otherwise, they are 2 and True by
+    default. For threads, ``prefetch_factor`` may be None, which means two batches in total. Arrays
+    have no workers.
     """
 
     batch_size: int
@@ -116,7 +117,7 @@ class FeedSettings:
 
     @property
     def batches_ahead(self) -> int:
-        """The prefetch depth of all workers together, in batches."""
+        """The total prefetch depth of all workers, in batches."""
         if self.num_workers and self.prefetch_factor is None:
             return 2
         return self.num_workers * (self.prefetch_factor or 0)
@@ -131,10 +132,10 @@ class FeedSettings:
 
 
 class Backend(ABC):
-    """Makes the batches of one order; iterates over one chosen epoch at a time.
+    """Makes the batches in one order; iterates over one chosen epoch at a time.
 
     A new pass ends the previous one. Subclasses implement ``take`` and, to prefetch, ``begin`` and
-    ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime``, ``close``.
+    ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime`` and ``close``.
 
     Attributes:
         name: value of ``loader.backend``.
@@ -144,9 +145,9 @@ class Backend(ABC):
         order: assigns samples to batches.
         settings: the loader settings.
         meter: measures the workers; None without workers or shared memory.
-        times_samples: whether ``meter`` also times single samples, for probes; set it before the
-            first pass.
-        replaced: replaced unreadable samples of this backend's batches, to be collected.
+        times_samples: whether ``meter`` also times individual samples, for probes; set it before
+            the first pass.
+        replaced: replaced unreadable samples in this backend's batches, to be collected.
     """
 
     name: ClassVar[str]
@@ -161,7 +162,7 @@ class Backend(ABC):
         self._epoch = 0
         # the epoch of a primed pass
         self._primed: int | None = None
-        # a new object per pass, by which a pass detects a later one
+        # a new object per pass, so that a pass can detect a later one
         self._running: object | None = None
         # upcoming batches, for backends without prefetching
         self._coming: Requests = iter(())
@@ -190,18 +191,18 @@ class Backend(ABC):
             self._primed = epoch
 
     def __iter__(self) -> Iterator[HostBatch]:
-        # without a limit no wait times out
+        # without a limit, no wait times out
         return cast(Iterator[HostBatch], self.polled(math.inf))
 
     def polled(self, poll_s: float, check: bool = True) -> Generator[HostBatch | None, None, None]:
         """Iterates over one pass; yields None after each ``poll_s`` seconds without a batch.
 
-        A wait lasts at most 2 s (0.5 s for threads) for any ``poll_s``. With an infinite ``poll_s``
-        only batches are yielded.
+        A wait lasts at most 2 s (0.5 s for threads), whatever ``poll_s`` is. With an infinite
+        ``poll_s``, only batches are yielded.
 
         Args:
             poll_s: timeout per batch, in seconds.
-            check: raise for a batch with a missing sample.
+            check: whether to raise an error for a batch with a missing sample.
 
         Raises:
             BadSample: a sample in the batch cannot be read.
@@ -231,7 +232,7 @@ class Backend(ABC):
                                 tries = 0
                             if batch is not None or poll_s < math.inf:
                                 yield batch
-                            # free its memory while waiting for the next batch
+                            # frees its memory while waiting for the next batch
                             del batch
                     break
                 except StopIteration:
@@ -264,12 +265,12 @@ class Backend(ABC):
         self.end()
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """Starts the pass of ``epoch`` at batch ``first`` without waiting."""
+        """Starts the pass over ``epoch`` at batch ``first`` without waiting."""
         self._coming = zip(repeat(epoch), self.order.batches(epoch, first))
 
     @abstractmethod
     def take(self, poll_s: float) -> HostBatch | None:
-        """Returns the next batch of the pass, or None after ``poll_s`` seconds without one.
+        """Returns the next batch in the pass, or None after ``poll_s`` seconds without one.
 
         Raises:
             StopIteration: the pass is over.
@@ -277,7 +278,7 @@ class Backend(ABC):
         """
 
     def guard(self) -> AbstractContextManager[object]:
-        """Returns the context for the waits of a pass, until workers are lost."""
+        """Returns the context for the waits in a pass, until workers are lost."""
         return nullcontext()
 
     # backends without prefetching have nothing to end
@@ -288,13 +289,13 @@ class Backend(ABC):
 class FillableDataset(Protocol):
     """A dataset that a feed can load.
 
-    If a dataset has an attribute ``stages``, the stage names of ``fill``, some calls of ``fill``
-    pass a fourth argument: a function to call with its name at the end of each stage.
+    If a dataset has an attribute ``stages``, the stage names of ``fill``, some calls to ``fill``
+    pass a fourth argument: a function to call at the end of each stage with the stage's name.
 
     Attributes:
         image_size: image side length in pixels.
         skips: whether ``fill`` is called again for a failed sample with the keyword ``instead``,
-            another index to read with the random numbers of ``index``.
+            another index to read with the random numbers for ``index``.
     """
 
     image_size: int
@@ -308,7 +309,7 @@ class FillableDataset(Protocol):
 
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
-    """Returns the stages of ``dataset``, by default ``sample``."""
+    """Returns the stages of ``dataset``; by default, ``sample``."""
     stages = getattr(dataset, "stages", None)
     # a user's dataset may use this name for something else
     return stages if isinstance(stages, tuple) else (SAMPLE,)
@@ -317,8 +318,8 @@ def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
 def announced(coming: Requests, dataset: FillableDataset) -> Requests:
     """Iterates over ``coming`` and announces some batches ahead to ``dataset``.
 
-    Its method ``expect``, if it has one, takes indices and returns the bytes of their samples that
-    are read ahead; 0: none, and the batch need not wait.
+    Its method ``expect``, if it has one, takes sample indices and returns the number of bytes that
+    are read ahead; if this is 0, the batch need not wait.
     """
     expect = getattr(dataset, "expect", None)
     waiting: deque[tuple[int, Request]] = deque()
@@ -341,9 +342,9 @@ class BatchWorker:
 
     Args:
         dataset: source of the samples.
-        slot: the worker's row of ``meter``.
+        slot: the worker's row in ``meter``.
         meter: records each chunk's time by stage; None: chunks are only timed.
-        times_samples: whether it also records the time of each readable sample.
+        times_samples: whether it also records the time for each readable sample.
 
     Attributes:
         timer: times the chunk.
@@ -370,18 +371,18 @@ class BatchWorker:
 
         Args:
             lap: the result of ``timer.begin`` for the chunk.
-            epoch: of the samples.
+            epoch: epoch of the samples.
             indices: int64 ``[N]``, from an order.
             pixels: output, uint8 ``[N, 3, S, S]`` with any strides.
             labels: output, int64 ``[N]``.
 
         Raises:
-            MemoryError: an allocator failed, which is not the sample's fault.
+            MemoryError: an allocation failed, which is not the sample's fault.
             ConfigError: a user function failed.
         """
         failures: list[Failure] = []
         first = self._stages[0]
-        # a dataset with stages reports their ends
+        # a dataset with stages reports when they end
         told = first != SAMPLE
         laps = (lap,) if lap and told else ()
         # time so far belongs to the batch
@@ -395,7 +396,7 @@ class BatchWorker:
                     lap(SAMPLE)
             except Exception as error:
                 if lap:
-                    # time without a lap counts as the first stage, usually reading
+                    # time without a lap is assigned to the first stage, usually reading
                     lap(first)
                 if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
@@ -407,7 +408,7 @@ class BatchWorker:
     def _failure(
         self, error: Exception, epoch: int, index: int, out: np.ndarray, label: np.ndarray
     ) -> Failure:
-        """Returns a sample's failure; writes another sample in its place, if requested.
+        """Returns a sample's failure; writes another sample in its place if requested.
 
         The error is kept as text, because an unpicklable one would never arrive (pytorch #142884).
         """
@@ -423,12 +424,12 @@ class BatchWorker:
 
 
 class BufferPool:
-    """A pool of buffers for batches.
+    """A pool of batch buffers.
 
     There is no release call. A buffer becomes free when the last tensor or array that views it is
     deleted. Code that reads a buffer asynchronously, such as a copy to the device, must hold a view
-    until it is done. Consumers never wait: if no buffer is free, new memory is allocated, and more
-    than ``slots`` free buffers are released.
+    until it is done. Consumers never wait: if no buffer is free, new memory is allocated. Free
+    buffers in excess of ``slots`` are released.
 
     Args:
         slots: number of free buffers to keep.
@@ -439,7 +440,7 @@ class BufferPool:
     def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self._pin_memory = pin_memory
-        # appends and pops are atomic, because buffers return in any thread at any time
+        # with atomic appends and pops, because buffers return in any thread at any time
         self._free: deque[np.ndarray] = deque(maxlen=slots)
 
     def acquire(self, count: int) -> Tensor:
@@ -452,7 +453,7 @@ class BufferPool:
             slot = self._free.pop()
         except IndexError:
             slot = self._allocate()
-        # the tensor's storage holds this array, and so the buffer, until its last tensor is deleted
+        # the tensor's storage keeps this array, and thus the buffer, until the last tensor is gone
         view = slot[:count]
         weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
         return torch.from_numpy(view)

@@ -47,13 +47,13 @@ _GATHER = "gather"
 def block_room(lanes: Lanes, ranks: int) -> int:
     """Returns the number of blocks that a rank keeps in memory.
 
-    This exceeds the blocks of its windows, because announced samples belong to later windows.
+    This exceeds the blocks in its windows, because announced samples belong to later windows.
     """
     return math.ceil(1.125 * lanes.lanes * lanes.window / ranks + AHEAD_BYTES / BLOCK_BYTES)
 
 
 def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
-    """Returns whether all images have one size before the final crop and flip."""
+    """Returns whether all images have the same size before the final crop and flip."""
     return (
         isinstance(dataset, ImageDataset)
         and dataset.own is None
@@ -62,7 +62,7 @@ def has_fixed_size(dataset: object) -> TypeGuard[ImageDataset]:
 
 
 def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the array with the images of ``dataset``, and its rows; None if they are files."""
+    """Returns the array with the images in ``dataset``, and its rows; None if they are files."""
     if not has_fixed_size(dataset):
         return None
     source = dataset.source
@@ -74,10 +74,10 @@ def stored(dataset: object) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def pixel_bytes(dataset: ImageDataset) -> int:
-    """Returns the bytes of the array of ``InMemoryImages``.
+    """Returns the size in bytes of the array in ``InMemoryImages``.
 
-    Each row is preceded by ``pad`` zeros, each image by ``pad`` zero rows, and both follow at the
-    end. Neighboring rows and images share their margins.
+    Each row is preceded by ``pad`` zeros, each image by ``pad`` zero rows, and both also follow the
+    last image. Neighboring rows and images share their margins.
     """
     pad = _padding(dataset)
     pitch = dataset.image_size + pad
@@ -91,14 +91,15 @@ def _padding(dataset: ImageDataset) -> int:
 
 
 class InMemoryImages:
-    """The images of a dataset in one array, before crop and flip.
+    """The images in a dataset as one array, before crop and flip.
 
     A crop is a window into the array. The constructor reads all images.
 
     Args:
-        dataset: its images satisfy ``has_fixed_size``.
-        settings: for the ``threads`` backend that reads the images.
-        device: stores the images if it is a GPU with twice their size free; else the host does.
+        dataset: a dataset that satisfies ``has_fixed_size``.
+        settings: settings for the ``threads`` backend that reads the images.
+        device: stores the images if it is a GPU with twice their size free; otherwise, the host
+            stores them.
 
     Attributes:
         on_device: whether the images are in device memory.
@@ -116,7 +117,7 @@ class InMemoryImages:
         self._dataset = dataset
         self._own = accelerator.get(device or "cpu")
         pad = _padding(dataset)
-        # stride of rows in pixels, and of images in rows
+        # row stride in pixels, and image stride in rows
         self._pitch = pitch = dataset.image_size + pad
         # numpy raises MemoryError, torch does not
         memory = np.zeros(pixel_bytes(dataset), np.uint8)
@@ -124,7 +125,7 @@ class InMemoryImages:
         self.replaced: dict[int, Failure] = {}
         whole = memory[: 3 * len(dataset) * pitch**2].reshape(-1, pitch, pitch, 3)
         inner = whole[:, pad:, pad:]
-        # a pad crop resizes only images of another size
+        # a pad crop resizes only images with another size
         resizes = dataset.transform.crop == "center" and dataset.transform.resize
         held = stored(dataset)
         if held and not resizes and held[0].shape[1:] == inner.shape[1:]:
@@ -136,24 +137,24 @@ class InMemoryImages:
         self._labels = torch.from_numpy(labels)
         self.on_device = False
         if room := self._own.memory():
-            # Half, because the network needs memory too. Memory reserved by torch is not free: the
-            # next step will use it.
+            # Half, because the network needs memory too. Memory reserved by torch is not free,
+            # because the next step will use it.
             if 2 * len(memory) <= room.free:
-                # another process may be faster
+                # another process may allocate it first
                 with suppress(torch.OutOfMemoryError):
                     self._memory = self._own.copy(self._memory)
                     self._labels = self._own.copy(self._labels)
                     self.on_device = True
             if not self.on_device:
                 log.info(
-                    "arrays stay on the host: %.1f GB exceed half of the device's free %.1f GB",
+                    "arrays stay on the host: %.1f GB exceeds half of the device's free %.1f GB",
                     len(memory) / 1e9,
                     room.free / 1e9,
                 )
 
     def _read(self, settings: FeedSettings, images: np.ndarray, labels: np.ndarray) -> None:
         """Writes all images and their labels."""
-        # without the margin and the flip, which are drawn per epoch
+        # without the margin and the flips, which are drawn per epoch
         plain = copy.copy(self._dataset)
         plain.transform = replace(plain.transform, pad=0, hflip=0.0, vflip=0.0)
         order = Order(len(plain), settings.batch_size, shuffle=False)
@@ -165,11 +166,11 @@ class InMemoryImages:
                 self.replaced |= {failure.sample: failure for failure in batch.failures}
 
     def batch(self, epoch: int, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels of an order's ``indices`` in ``epoch``.
+        """Returns the images and labels for an order's ``indices`` in ``epoch``.
 
         Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
         """
-        # crop offset and flip of each sample, by its own random numbers
+        # crop offset and flips of each sample, from its own random numbers
         rows = indices % len(self._labels)
         pitch = self._pitch
         begin = rows * pitch**2
@@ -187,7 +188,7 @@ class InMemoryImages:
         windows = self._memory.as_strided((places, size, 3 * size), (3, 3 * pitch, 1))
         shape = len(rows), size, size, 3
         if self.on_device:
-            # a few asynchronous launches for all samples together
+            # a few asynchronous launches for all samples
             where = torch.from_numpy(np.stack([begin, rows, mirrored, upended]))
             first, own, turned, overturned = self._own.copy(self._own.pin(where))
             images = windows.index_select(0, first).view(shape)
@@ -207,15 +208,15 @@ class InMemoryImages:
 
 
 class ArrayFeed(Backend):
-    """Batches of ``dataset`` in ``order``, bitwise identical to ``processes``.
+    """Batches from ``dataset`` in ``order``, bitwise identical to those from ``processes``.
 
     With ``InMemoryImages`` on a GPU, batches are made there and not copied.
 
     Args:
-        dataset: its images have one size before crop and flip.
+        dataset: a dataset whose images have the same size before crop and flip.
         order: assigns samples to batches.
-        settings: for a feed without workers.
-        pixels: of the dataset, shared with other feeds; None: allocated here, on the host.
+        settings: settings for a feed without workers.
+        pixels: the dataset's pixels, shared with other feeds; None: allocated here, on the host.
 
     Raises:
         As ``InMemoryImages``, if ``pixels`` is None.
@@ -241,7 +242,7 @@ class ArrayFeed(Backend):
         """As in ``Backend``."""
         epoch, indices = next(self._coming)
         count = len(indices)
-        # a batch is timed like one sample with one stage
+        # a batch is timed like a single sample with one stage
         self._timer.begin(1)
         self._timer.mark(START)
         gather = self.pixels.batch
@@ -263,7 +264,7 @@ class ArrayFeed(Backend):
 class SyntheticFeed(Backend):
     """One ``batch`` on ``device``, repeated.
 
-    The last batch of an epoch has the length given by ``order``.
+    The last batch in an epoch has the length given by ``order``.
     """
 
     name = "synthetic"
@@ -287,27 +288,27 @@ class SyntheticFeed(Backend):
         return HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
 
 
-# the backends by name, to choose from
+# the available backends by name
 BACKENDS: dict[str, Any] = {kind.name: kind for kind in (ProcessFeed, ThreadFeed, ArrayFeed)}
 
 
 @dataclass(slots=True)
 class Feeds:
-    """Creates one rank's feeds over ``splits``.
+    """Creates one rank's feeds for ``splits``.
 
     Attributes:
-        cursor: position of its probes.
-        lanes: order of the training feeds; None: uniform.
+        cursor: position of the rank's probes.
+        lanes: order in the training feeds; None: uniform.
 
     Raises:
-        ConfigError: loader.order=lanes for images without blocks.
+        ConfigError: loader.order=lanes is set for images without blocks.
     """
 
     splits: Splits
     config: Config
     world: World
     cursor: Cursor = field(default_factory=Cursor, init=False)
-    # shared by all feeds of one dataset
+    # shared by all feeds for one dataset
     _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
     lanes: Lanes | None = field(default=None, init=False)
 
@@ -327,13 +328,13 @@ class Feeds:
         if size > 1 and (count % size or size * loader.batch_size % count):
             log.warning(
                 "loader.lanes=%d: some of the %d ranks read the same blocks; set a multiple of %d "
-                "that divides the global batch",
+                "that divides the global batch size",
                 count, size, size,
             )  # fmt: skip
         share = self.lanes.variety(self.splits.labels_for("loader.order=lanes"))
         if share < 0.5:
             log.warning(
-                "loader.order=lanes: shards are sorted by class: a window has %.0f%% of the "
+                "loader.order=lanes: shards are sorted by class; a window has %.0f%% of the "
                 "classes that it would have if shuffled; pack again with wellfed pack, or set "
                 "loader.order=uniform",
                 100 * share,
@@ -343,7 +344,7 @@ class Feeds:
     def backends(self) -> tuple[str, ...]:
         """The candidate backends: the user's choice, or all that suit the data.
 
-        Arrays suit images already in memory.
+        Arrays suit images that are already in memory.
         """
         named = self.config.loader.backend
         if named not in (None, BackendName.auto):
@@ -362,8 +363,8 @@ class Feeds:
         """
         loader = self.config.loader
         train = self.splits.train
-        # Threads start fast and share memory, and decoding releases the GIL. A user's dataset may
-        # hold it.
+        # Threads start quickly and share memory, and decoding releases the GIL. A user's dataset
+        # may hold it.
         backend = THREADS if isinstance(train, ImageDataset) else PROCESSES
         if (named := named_backend(self.config)) is not None:
             backend = named.name
@@ -398,13 +399,13 @@ class Feeds:
             if held > 0.8 * limits.memory_bytes:
                 raise ConfigError(
                     f"loader.backend=arrays: the images need {held / 1e9:.1f} GB of memory, but "
-                    f"only {limits.memory_bytes / 1e9:.1f} GB are available (a fifth is "
+                    f"only {limits.memory_bytes / 1e9:.1f} GB is available (a fifth is "
                     "reserved); lower data.image_size or use loader.backend=threads"
                 )
         return settings
 
     def resize(self, size: int) -> Feeds:
-        """Sets the training image size of all feeds made from now on; returns itself.
+        """Sets the training image size for all feeds made from now on; returns itself.
 
         Raises:
             ConfigError: the dataset determines the size.
@@ -416,7 +417,7 @@ class Feeds:
             if not isinstance(train, ImageDataset):
                 raise ConfigError(
                     f"data.train_size={size}: {splits.name} returns a Dataset, whose transforms "
-                    "decide the size; set it to null, or return a source"
+                    "determine the size; set it to null, or return a source"
                 )
             self._pixels.pop(train, None)
             self.splits = replace(splits, train=train.sized(size))
@@ -438,14 +439,14 @@ class Feeds:
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
     def update_images(self) -> int:
-        """Returns the effective batch size of an optimizer step, over all ranks."""
+        """Returns the effective batch size of an optimizer step across all ranks."""
         config = self.config
         return config.loader.batch_size * config.trainer.accumulate_steps * self.world.size
 
     def train(self, settings: FeedSettings, rest: EpochRemainder | None = None) -> Backend:
         """Returns the training feed, or the ``rest`` of one epoch.
 
-        Frees the images left by probes of the arrays backend if another backend was chosen.
+        Frees the images left by arrays backend probes if another backend was chosen.
         """
         if settings.backend != ARRAYS:
             self._pixels.clear()
@@ -462,13 +463,13 @@ class Feeds:
     def sized(
         self, plans: Mapping[int, FeedSettings], rest: EpochRemainder | None, size: int
     ) -> Backend:
-        """Returns the training feed for images of ``size`` pixels, with settings from ``plans``."""
+        """Returns the training feed for images of side ``size``, with settings from ``plans``."""
         return self.resize(size).train(plans[size], rest)
 
     def val(self, settings: FeedSettings, dataset: AnyDataset | None = None) -> Backend:
-        """Returns a feed of every sample once, in order, on one rank.
+        """Returns a feed with every sample once, in order, on one rank.
 
-        The samples are from ``dataset``; None: the validation set.
+        The samples are from ``dataset``, or from the validation set if it is None.
         """
         if dataset is None:
             dataset = self.splits.val
@@ -480,7 +481,7 @@ class Feeds:
 
         Args:
             settings: the loader settings to probe.
-            again: repeat the samples that ``cursor`` has seen, which are readable.
+            again: whether to repeat the samples that ``cursor`` has seen, which are readable.
         """
         order = self._train_order()
         # a short batch would have a different step time
@@ -488,12 +489,12 @@ class Feeds:
         probes = ProbeOrder(full if len(full) else order, self.cursor, again)
         dataset = self.splits.train
         if isinstance(dataset, ImageDataset) and dataset.whole and self.config.trainer.epochs > 1:
-            # as in the second epoch
+            # as in a second epoch
             dataset = replace(dataset, whole=Whole(None))
         return self._make(self._in_blocks(dataset, settings), probes, settings)
 
     def batch_bytes(self, settings: FeedSettings) -> int:
-        """Returns the bytes of one batch: uint8 images, int64 labels and indices."""
+        """Returns the size of one batch in bytes: uint8 images, int64 labels and indices."""
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
 
     def noise(self, count: int) -> HostBatch:
@@ -512,7 +513,7 @@ class Feeds:
         """Returns the bytes that feeds use in addition to batches; for arrays, both sets."""
         if settings.backend != ARRAYS:
             return 0
-        # a prediction has one set
+        # prediction has only one set
         sets = {self.splits.train, self.splits.val}
         return sum(pixel_bytes(dataset) for dataset in sets if isinstance(dataset, ImageDataset))
 
@@ -528,7 +529,7 @@ class Feeds:
     def _train_order(self) -> Order:
         loader = self.config.loader
         if self.config.mode is Mode.evaluate:
-            # without steps, any number of images is enough
+            # any number of images is enough if there are no steps
             return self._whole_order(self.splits.train, loader.batch_size)
         strength = self.config.data.balance
         balance = None
@@ -550,13 +551,13 @@ class Feeds:
             images = self.world.size * order.accumulate_steps * loader.batch_size
             raise ConfigError(
                 f"loader.batch_size={loader.batch_size}: a step needs {images} images, but "
-                f"there are only {order.length}; lower it or trainer.accumulate_steps, or "
-                "with one rank set loader.drop_last=false"
+                f"there are only {order.length}; lower it or trainer.accumulate_steps, or, "
+                "with one rank, set loader.drop_last=false"
             )
         return order
 
     def _in_blocks(self, dataset: AnyDataset, settings: FeedSettings) -> AnyDataset:
-        """Returns ``dataset``, which in lanes fetches whole blocks if its workers share memory."""
+        """Returns ``dataset``, which fetches whole blocks for lanes if its workers share memory."""
         if self.lanes and settings.backend == THREADS and isinstance(dataset, ImageDataset):
             return replace(dataset, block_room=block_room(self.lanes, self.world.size))
         return dataset

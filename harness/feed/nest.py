@@ -1,4 +1,4 @@
-"""Maps over the tensors of a nested batch; other parts are kept."""
+"""Maps over the tensors in a nested batch; other parts are kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-# for the many strings and numbers of a batch
+# a shortcut for the many strings and numbers in a batch
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
 def changed(part: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns ``part`` with each tensor replaced by the result of ``change``, in order.
 
-    Dictionaries, lists, tuples, named tuples and dataclasses are rebuilt in their type; any other
-    object is kept.
+    Dictionaries, lists, tuples, named tuples and dataclasses are rebuilt with the same type; any
+    other object is kept.
     """
     if type(part) in _PLAIN:
         return part
@@ -34,7 +34,7 @@ def changed(part: Any, change: Callable[[Tensor], Any]) -> Any:
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         made = copy.copy(part)
         for field in dataclasses.fields(part):
-            # a frozen one too
+            # also works for a frozen dataclass
             object.__setattr__(made, field.name, changed(getattr(part, field.name), change))
         return made
     return part

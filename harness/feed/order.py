@@ -1,4 +1,4 @@
-"""Determines the samples of each batch from seed, epoch and position."""
+"""Determines the samples in each batch from seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.seeding import order_rng
 
 @dataclass(frozen=True, slots=True)
 class EpochRemainder:
-    """The remaining samples of ``epoch``, ``start`` to ``stop`` in its order, of all ranks."""
+    """The remaining samples in ``epoch``, ``start`` to ``stop`` in its order, for all ranks."""
 
     epoch: int
     start: int
@@ -25,18 +25,18 @@ class EpochRemainder:
 
 
 def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.ndarray:
-    """Returns an epoch's draws, with more samples of rare classes and fewer of common ones.
+    """Returns an epoch's draws, with more samples from rare classes and fewer from common ones.
 
     A class's share is proportional to its number of samples to the power of 1 - ``strength``: 0.5
-    is the square-root sampling of Mahajan et al. 2018 (arXiv 1805.00932), 1 gives all classes equal
-    shares. The samples of a class take turns across epochs; at the end of an epoch, their draw
-    counts differ by at most one.
+    is the square-root sampling in Mahajan et al. 2018 (arXiv 1805.00932), and 1 gives all classes
+    equal shares. The samples in a class take turns across epochs; at the end of an epoch, their
+    draw counts differ by at most one.
 
     Args:
-        labels: of the samples, int64 ``[N]``.
+        labels: sample labels, int64 ``[N]``.
         strength: 0 to 1.
-        seed: the run's.
-        epoch: of the draws.
+        seed: the run's seed.
+        epoch: epoch of the draws.
 
     Returns:
         int64 ``[N]``, in random order, as in ``Order.indices``.
@@ -62,19 +62,19 @@ def balanced(labels: np.ndarray, strength: float, seed: int, epoch: int) -> np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """An order that takes samples of a block close together, so a cache reads each block once.
+    """An order that keeps a block's samples close together, so a cache reads each block once.
 
     The blocks in random order form a stream of samples, which is cut into ``lanes`` equal
-    stretches. A lane shuffles the samples of each ``window`` of its blocks. Place p of an epoch's
-    order is place p // lanes of lane p % lanes for any number of ranks, as with the canonical nodes
-    of Mosaic's StreamingDataset. Every other lane runs backward, so the two lanes that share a
-    block at their border read it at the same time. First windows differ in size, so that lanes do
-    not all change windows at once.
+    stretches. A lane shuffles the samples in each ``window`` of its blocks. Position p in an
+    epoch's order is position p // lanes in lane p % lanes for any number of ranks, like the
+    canonical nodes in Mosaic's StreamingDataset. Every other lane runs backward, so the two lanes
+    that share a block at their border read it at the same time. The first windows differ in size,
+    so that lanes do not all change windows at once.
 
     Attributes:
         blocks: block of each sample, int32 ``[N]``, from 0.
         lanes: number of lanes.
-        window: blocks of a lane that are shuffled together.
+        window: number of blocks in a lane that are shuffled together.
     """
 
     blocks: np.ndarray
@@ -84,7 +84,7 @@ class Lanes:
     def __str__(self) -> str:
         """Returns everything that determines the order except the seed and the epoch."""
         digest = zlib.crc32(self.blocks.tobytes())
-        return f"{self.lanes} lanes with windows of {self.window} blocks, of digest {digest:08x}"
+        return f"{self.lanes} lanes with windows of {self.window} blocks, digest {digest:08x}"
 
     def indices(self, seed: int, epoch: int) -> np.ndarray:
         """Returns the order of the whole data set in ``epoch``, int64 ``[N]``."""
@@ -93,15 +93,15 @@ class Lanes:
         order = np.empty(len(turns), np.int64)
         for lane, own in enumerate(np.array_split(_grouped(turns, rng), self.lanes)):
             _, passed = np.unique(turns[own] * (-1) ** lane, return_inverse=True)
-            # lanes 2k and 2k + 1 end together at their border, 2k + 1 and 2k + 2 begin together
+            # lanes 2k and 2k + 1 end together at their border; 2k + 1 and 2k + 2 begin together
             passed += (self.lanes - 1 - lane) * self.window // self.lanes
             order[lane :: self.lanes] = own[_grouped(passed // self.window, rng)]
         return order
 
     def variety(self, labels: np.ndarray) -> float:
-        """Returns the classes in a window as a share of those expected by chance.
+        """Returns the number of classes in a window as a share of that expected by chance.
 
-        ``labels`` are int64 ``[N]``, and windows are those of blocks in the order of the shards.
+        ``labels`` are int64 ``[N]``, and the windows contain blocks in shard order.
         """
         windows = self.blocks // self.window * (labels.max() + 1)
         mixed = order_rng(0, 0).permutation(labels)
@@ -109,34 +109,34 @@ class Lanes:
 
 
 def _grouped(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns the places of ``groups``, int64 ``[N]``, by group, in random order within each."""
+    """Returns the positions in ``groups``, int64 ``[N]``, by group, in random order within each."""
     mixed = rng.permutation(len(groups))
     return mixed[np.argsort(groups[mixed], kind="stable")]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The batches of one rank.
+    """One rank's batches.
 
     A global batch is ``batch_size * world_size`` consecutive samples in the epoch's order, of which
     each rank takes a contiguous part. Global batches depend only on the global batch size, not on
-    the number of ranks. Without ``drop_last`` exactly one rank gets each sample, without padding.
-    With ``lanes``, a global batch is first sorted by lane, so a rank has its own lanes if the ranks
-    divide the lanes and the lanes divide the global batch.
+    the number of ranks. Without ``drop_last``, exactly one rank gets each sample, without padding.
+    With ``lanes``, a global batch is first sorted by lane, so a rank has its own lanes if the
+    number of ranks divides the number of lanes, which in turn divides the global batch size.
 
     A rest begins with a full global batch at any position, and all ranks have the same number of
-    its batches; the last, short global batch is divided evenly. If it has fewer samples than ranks,
-    the last two batches become two of about half the size.
+    batches in it; the last, short global batch is divided evenly. If it has fewer samples than
+    there are ranks, the last two batches are replaced by two of about half the size.
 
     Attributes:
-        length: samples in the dataset.
-        batch_size: samples per batch and rank.
-        shuffle: a new order each epoch, else 0, 1, 2, ...
-        drop_last: drop the last batches if they do not fill an optimizer step.
-        accumulate_steps: global batches per optimizer step.
-        repeats: consecutive repetitions of each sample in a shuffled epoch.
+        length: number of samples in the dataset.
+        batch_size: number of samples per batch and rank.
+        shuffle: whether each epoch has a new order; otherwise, the order is 0, 1, 2, ...
+        drop_last: whether to drop the last batches if they do not fill an optimizer step.
+        accumulate_steps: number of global batches per optimizer step.
+        repeats: number of consecutive uses of each sample in a shuffled epoch.
         balance: labels and strength for ``balanced`` shuffled epochs; None: each sample once.
-        lanes: order of a shuffled epoch without repeats and balance; None: uniform.
+        lanes: order in a shuffled epoch without repeats and balance; None: uniform.
         rest: remainder of one epoch; None: full epochs.
 
     Raises:
@@ -175,19 +175,19 @@ class Order:
     def count(self, epoch: int) -> int:
         """Returns the number of batches in ``epoch``."""
         places, sizes = _plan(self, epoch)
-        # the last, short batch of a full epoch may only have samples for the first ranks
+        # the last, short batch in a full epoch may only have samples for the first ranks
         own = [size * self.rank // self.world_size for size in sizes]
         return sum(begin + first < places[-1] for begin, first in zip(places, own, strict=False))
 
     def taken(self, epoch: int, batches: int | None = None) -> int:
-        """Returns the position in the order of ``epoch`` after ``batches`` per rank, or all."""
+        """Returns the position in the order of ``epoch`` after ``batches`` per rank, or its end."""
         places, _ = _plan(self, epoch)
         return places[-1 if batches is None else min(batches, len(places) - 1)]
 
     def indices(self, epoch: int) -> np.ndarray:
         """Returns the order of the whole dataset in ``epoch``, int64 ``[length]``.
 
-        ``length`` is added to the index for each repeat of a sample, which changes its random
+        For each repeat of a sample, ``length`` is added to its index, which changes its random
         numbers; the sample's index is the remainder modulo ``length``.
         """
         if not self.shuffle:
@@ -199,15 +199,15 @@ class Order:
         order = order_rng(self.seed, epoch).permutation(self.length)
         if self.repeats == 1:
             return order
-        # Hoffer et al. 2020 (arXiv 1901.09335); an epoch stays as long, as in torchvision's script
+        # Hoffer et al. 2020 (arXiv 1901.09335); the epoch length is kept as in torchvision's script
         few = order[: -(-self.length // self.repeats), None]
         again: np.ndarray = few + self.length * np.arange(self.repeats)
         return again.reshape(-1)[: self.length]
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
-        """Iterates over this rank's batches of ``epoch``, from batch ``first``.
+        """Iterates over this rank's batches in ``epoch``, from batch ``first``.
 
-        Each is int64 ``[<= batch_size]``.
+        Each batch is int64 ``[<= batch_size]``.
         """
         order = self.indices(epoch)
         places, sizes = _plan(self, epoch)
@@ -224,7 +224,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _plan(order: Order, epoch: int) -> tuple[list[int], list[int]]:
-    """Returns the bounds of the epoch's global batches, and the samples that ranks divide."""
+    """Returns the bounds of the epoch's global batches, and the numbers of samples to divide."""
     step = order.batch_size * order.world_size
     rest = order.rest
     if rest is None or rest.epoch != epoch:
@@ -245,9 +245,9 @@ class Cursor:
     """The position of a run's probes.
 
     Attributes:
-        asked: batches requested by all probes.
+        asked: number of batches requested by all probes.
         begin: start of the last advancing probe.
-        seen: batches of the last advancing probe, which ``again`` repeats.
+        seen: batches from the last advancing probe, which ``again`` repeats.
     """
 
     asked: int = 0
@@ -261,13 +261,13 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """Endless batches of ``order``, from epochs that training never sees; moves ``cursor``.
+    """Endless batches in ``order``, from epochs that training never sees; moves ``cursor``.
 
     Probes that share a cursor continue where the last one stopped, and request every sample once
     before repeating any, if ``order`` does.
 
     Attributes:
-        again: repeat the batches seen, without moving the cursor.
+        again: whether to repeat the batches seen, without moving the cursor.
     """
 
     order: Order
@@ -285,7 +285,7 @@ class ProbeOrder:
     def batches(self, epoch: int, first: int = 0) -> Iterator[np.ndarray]:
         """Iterates over the next batches; ``epoch`` and ``first`` are ignored."""
         repeated = itertools.cycle(self.cursor.seen if self.again else ())
-        # of the latest epoch
+        # keeps those in the latest epoch
         batches = lru_cache(1)(lambda turn: [*self.order.batches(turn)])
         whole = len(self.order)
         while True:

@@ -1,9 +1,9 @@
 """Copies batches to the device, one ahead of the step, and normalizes them there.
 
-Follows Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. A ready
-batch is never delayed by the next one, because a separate thread waits for the loader. One side
-stream is used throughout (one stream per epoch would make the allocator reserve more memory, timm
-#2781). Errors and early exits behave as in a plain loop.
+Follows Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The next
+batch never delays a ready one, because a separate thread waits for the loader. A single side stream
+is used throughout (one stream per epoch would make the allocator reserve more memory, timm #2781).
+Errors and early exits behave as in a plain loop.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ Batches = Generator[Any, None, None]
 Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 _END: Any = object()
-# below this size torch uses one thread and is faster than a numpy call
+# below this size, torch uses one thread and is faster than a numpy call
 _SMALL = 1 << 15
-# and with one thread anyway, until the memory of its results is no longer reused
+# the same if torch has only one thread: above it, the memory for results is no longer reused
 _SMALL_OF_ONE = 1 << 18
 
 
 class DataPrefetcher:
-    """An iterator over batches on the device, with the structure of the ``loader``'s batches.
+    """An iterator over batches on the device, with the same structure as the ``loader``'s batches.
 
     On devices with streams, such as CUDA, a thread takes batches from ``loader`` and issues their
     copy and normalization on a side stream while the step runs, one batch ahead of the consumer.
     ``next()`` first sleeps until the device has at most one step left, so the host and the memory
-    of its batches are never more than two steps ahead. On other devices, and with ``ahead=False``,
-    each batch is moved on request. On a CPU it is normalized into memory of earlier batches that no
-    tensor or array uses; the prefetcher keeps up to three batches of memory. Each ``iter()`` starts
-    a new pass and ends the previous one.
+    for its batches are never more than two steps ahead. On other devices, and with ``ahead=False``,
+    each batch is moved on request. On a CPU, it is normalized into memory from earlier batches that
+    no tensor or array uses; the prefetcher keeps memory for up to three batches. Each ``iter()``
+    starts a new pass and ends the previous one.
 
     Args:
         loader: yields batches, such as ``(images, labels)``, of tensors in nested dictionaries,
             lists, tuples, named tuples and dataclasses; other parts are passed through. It can also
             be a wellfed feed.
-        device: target of the batches.
-        mean: mean per channel as fractions of 255, for uint8 images ``[N, C, H, W]``. With None,
+        device: target device for the batches.
+        mean: channel means as fractions of 255, for uint8 images ``[N, C, H, W]``. With None,
             values are unchanged: uint8 images stay uint8, and floats are only cast to ``dtype``.
-        std: each channel's standard deviation as fractions of 255.
+        std: channel standard deviations as fractions of 255.
         dtype: the type of images on the device (float32, bfloat16 or float16).
-        channels_last: lay images out as NHWC.
+        channels_last: whether to lay out images as NHWC.
         images: index, key or attribute of the part of a batch to which ``mean``, ``std``, ``dtype``
-            and ``channels_last`` apply; None: the first of a sequence, or the only tensor.
-        clock: receives the two events around each copy, and the time each batch was made.
-        ahead: None: depends on the device; False: no thread and no side stream.
+            and ``channels_last`` apply; None: the first in a sequence, or the only tensor.
+        clock: receives the events around each copy, and the time at which each batch was made.
+        ahead: None: depends on the device; False: use no thread and no side stream.
         augment: called with the unnormalized images on the device and the loader's batch; returns
             new images.
         mix: called with the normalized images, the labels on the device and the loader's batch;
@@ -118,7 +118,7 @@ class DataPrefetcher:
     def __iter__(self) -> DataPrefetcher:
         self.close()
         self._pass = _batches(self.loader, self._transfer)
-        # an unfinished pass has a thread
+        # an unfinished pass may have a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
 
@@ -149,11 +149,11 @@ class Normalize:
     """Converts images to ``(value / 255 - mean) / std`` in the network's dtype and layout.
 
     Args:
-        device: of the images.
-        mean: mean per channel as fractions of 255; None leaves values and integer types unchanged.
-        std: each channel's standard deviation as fractions of 255.
-        dtype: of the result.
-        channels_last: lay images out as NHWC.
+        device: device of the images.
+        mean: channel means as fractions of 255; None leaves values and integer types unchanged.
+        std: channel standard deviations as fractions of 255.
+        dtype: type of the result.
+        channels_last: whether to lay out images as NHWC.
 
     Raises:
         ValueError: ``mean`` and ``std`` do not match, ``dtype`` is not a floating-point type, or,
@@ -173,14 +173,14 @@ class Normalize:
         self.changes = not self._plain or dtype != torch.float32 or channels_last
         given = ((), ()) if self._plain else (mean, std)
         try:
-            # also for arrays and tensors
+            # also works for arrays and tensors
             values = np.array([[float(value) for value in each] for each in given])  # type: ignore
             if not np.isfinite(values).all() or (values[1] <= 0).any():
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
-                f"DataPrefetcher: mean={mean} and std={std}: pass both, or none, with one finite "
-                "value per channel, std above 0"
+                f"DataPrefetcher: mean={mean} and std={std}: pass both or neither, with one finite "
+                "value per channel and std above 0"
             ) from None
         if not self._plain and not dtype.is_floating_point:
             raise ValueError(f"DataPrefetcher: dtype={dtype}: use float32, bfloat16 or float16")
@@ -201,7 +201,7 @@ class Normalize:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
             raise ValueError(
                 f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of "
-                f"{channels} values need torch.uint8 [N, {channels}, H, W], 0..255: load uint8 "
+                f"{channels} values need torch.uint8 [N, {channels}, H, W], 0..255; load uint8 "
                 "(torchvision.transforms.v2.PILToTensor), pass one value per channel, or "
                 "omit mean and std"
             )
@@ -212,14 +212,14 @@ class Normalize:
         return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
 
     def _by_rows(self, images: Tensor) -> Tensor:
-        """Returns the float32 values of torch's expression, with the strides of ``images``.
+        """Returns the same float32 values as torch's expression, with the strides of ``images``.
 
-        Reuses memory of earlier results that nothing references. Uses numpy in this thread, because
-        each torch operation would wait for threads whose cores the loader uses.
+        Reuses memory from earlier results that nothing references. Uses numpy in this thread,
+        because each torch operation would wait for threads whose cores the loader uses.
         """
         size = 4 * images.numel()
         if size > self._pool.slot_bytes:
-            # the step's batch, a waiting batch, and one being made
+            # the step's batch, a waiting batch, and the one being made
             self._pool = BufferPool(3, size)
         memory = self._pool.acquire(size).view(torch.float32)
         result = memory.as_strided(images.shape, images.stride())
@@ -249,7 +249,7 @@ class HostLeadLimiter:
     def __init__(self, own: Accelerator, clock: StepClock | None) -> None:
         self._own = own
         self._clock = clock
-        # of the last two steps, in launch order
+        # the ends of the last two steps, in launch order
         self._ends = deque((own.event(), own.event()), maxlen=2)
         self._recorded = 0
 
@@ -274,7 +274,7 @@ _Issued = tuple[tuple[Any, list[Tensor]], tuple[Any, Any, Any], tuple[Stamps | N
 
 @dataclass(slots=True)
 class _Transfer:
-    """Issues batches to the device and prepares them there.
+    """Issues batches to the device, and prepares them there.
 
     Keeps each loader batch until its copy is done, because the loader reuses unreferenced memory.
 
@@ -345,7 +345,7 @@ class _Transfer:
                 if own.has_streams:
                     done = self._mark()
         if self.ahead:
-            # all of its work is issued; in a plain loop, as soon as the loader returns it
+            # once all of its work is issued; in a plain loop, once the loader returns it
             there_s = now()
         # without a side stream the device computes in between, and the host must not wait
         if self._copying:
@@ -374,12 +374,12 @@ class _Transfer:
             has = ", ".join(map(repr, getattr(parts, "keys", list)())) or type(parts).__name__
             raise TypeError(
                 f"DataPrefetcher: images={self.images!r} is not a tensor in this loader's batches "
-                f"({has}); pass the key, index or attribute of the images"
+                f"({has}); pass the images' key, index or attribute"
             )
         return tensors, at
 
     def _mark(self) -> Any:
-        """Returns an event at this point of the stream."""
+        """Returns an event recorded at this point in the stream."""
         own = self.own
         event = self.clock.event(own) if self.clock else own.event(timed=True)
         event.record(own.stream())
@@ -388,7 +388,7 @@ class _Transfer:
     def let_go(self, most: float) -> None:
         """Drops copied batches; waits until at most ``most`` copies are pending."""
         copying = self._copying
-        # skip the newest, just issued: a query costs a call
+        # skip the newest, which was just issued, because a query costs a call
         while len(copying) > min(most, 1):
             end = copying[0][0]
             if not end.query():
@@ -399,7 +399,7 @@ class _Transfer:
 
 
 def _issue_ahead(loader: Iterable[Any], transfer: _Transfer, ready: Any, permit: Any) -> None:
-    """Thread of one pass: puts a batch into ``ready`` for each True of ``permit``."""
+    """Runs one pass's thread, which puts a batch into ``ready`` for each True in ``permit``."""
     try:
         transfer.own.make_current()
         batches = iter(loader)
@@ -438,7 +438,7 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                 try:
                     raise given
                 finally:
-                    # avoids a reference cycle of error and frame
+                    # avoids a reference cycle between error and frame
                     del given
             if transfer.ahead:
                 permit.put(True)
@@ -448,7 +448,7 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                 current = own.stream()
                 # compute waits for the copy on the device
                 current.wait_event(events[-1])
-                # and the memory is reused only after compute
+                # and the memory is only reused after compute
                 for tensor in tensors:
                     own.keep_for(current, tensor)
                     del tensor
@@ -458,7 +458,7 @@ def _batches(loader: Iterable[Any], transfer: _Transfer) -> Batches:
                 transfer.clock.arrived(*arrival)
             del tensors
             yield batch
-            # else two batches would stay on the device while waiting for the next
+            # otherwise, two batches would stay on the device while waiting for the next one
             del batch
     finally:
         if transfer.ahead:

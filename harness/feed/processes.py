@@ -43,12 +43,12 @@ from .order import AnyOrder
 _POLL_S = 2.0
 # minimum start-up timeout of workers, in addition to loader.timeout_s
 _START_S = 5.0
-# the main process and workers have some 30 each, before batches
+# the main process and the workers have about 30 open files each, before batches
 _FILES = 64
 
 
 class ProcessFeed(Backend):
-    """Batches of ``dataset`` in ``order``.
+    """Batches from ``dataset`` in ``order``.
 
     Every sample is a function of (seed, epoch, index), failures are returned as text in the batch,
     and a private generator supplies the workers' base seed. No setting changes the samples, and the
@@ -56,9 +56,9 @@ class ProcessFeed(Backend):
 
     Raises:
         BadSample: from ``next()``, for an unreadable sample.
-        LoaderError: from ``next()``, for a worker that died or did not answer within
+        LoaderError: from ``next()``, for a worker that died or did not respond within
             ``settings.timeout_s``.
-        ConfigError: from ``next()``, for an unpicklable dataset, or a failed user function.
+        ConfigError: from ``next()``, for an unpicklable dataset or a failed user function.
     """
 
     name = PROCESSES
@@ -71,11 +71,11 @@ class ProcessFeed(Backend):
         with suppress(RuntimeError, OSError):
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._loader: Loader | None = None
-        # torch's iterator of this pass, or with persistent workers of the last one
+        # torch's iterator for this pass or, with persistent workers, for the last one
         self._pass: Any = None
         # worker start-up of the current pass
         self._started: Future[None] | None = None
-        # batches taken
+        # number of batches taken
         self._taken = 0
         self._watchdog: Watchdog
         self._workers: list[BaseProcess] = []
@@ -88,9 +88,9 @@ class ProcessFeed(Backend):
         return tuple(worker.pid for worker in self._workers if worker.pid and worker.is_alive())
 
     def prime(self, epoch: int) -> None:
-        """As in ``Backend``, but does nothing without workers, or if they would be forked.
+        """As in ``Backend``, but does nothing without workers or if they would be forked.
 
-        A lock held by the step at that moment would stay locked forever in a forked worker.
+        A lock that the step holds at that moment would stay locked forever in a forked worker.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
@@ -169,7 +169,7 @@ class ProcessFeed(Backend):
         s = self.settings
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if s.num_workers and 0 <= files < _FILES:
-            # a worker would print endlessly
+            # otherwise, a worker would print endlessly
             raise LoaderError(
                 f"num_workers={s.num_workers}: {files} open files are allowed (ulimit -n), but "
                 f"worker processes need {_FILES}; raise the limit, or set loader.backend=threads"
@@ -190,7 +190,7 @@ class ProcessFeed(Backend):
                 generator=torch.Generator(),
             )
         if self._pass is not None:
-            # the previous pass may have polled faster than persistent workers can answer
+            # the previous pass may have polled faster than persistent workers can respond
             self._pass._timeout = self._poll_s
         before = multiprocessing.active_children()
         limit_s = s.timeout_s and max(s.timeout_s, _START_S)
@@ -202,7 +202,7 @@ class ProcessFeed(Backend):
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            # persistent workers may answer late after the machine was suspended
+            # persistent workers may respond late after the machine was suspended
             self._end_workers()
             self._start()
             return
@@ -213,7 +213,7 @@ class ProcessFeed(Backend):
                 "num_workers=0"
             ) from error
         except OSError as error:
-            # workers that started earlier
+            # kills the workers that had already started
             _kill([child for child in multiprocessing.active_children() if child not in before])
             if watchdog.fired:
                 raise TimeoutError from error
@@ -225,7 +225,7 @@ class ProcessFeed(Backend):
         return min(_POLL_S, self.settings.timeout_s or _POLL_S)
 
     def _free(self) -> None:
-        """Ends a read from a worker, which has no timeout of its own."""
+        """Ends a read from a worker, because the read has no timeout of its own."""
         queue = getattr(self._pass, "_worker_result_queue", None)
         # torch's pinning thread reads instead, and must end before the workers do
         if queue is not None and not self.settings.pin_memory:
@@ -243,7 +243,7 @@ class ProcessFeed(Backend):
         self._end_workers()
 
     def _end_workers(self) -> None:
-        """Ends the workers at once, busy or not, and drops torch's iterator.
+        """Ends the workers immediately, busy or not, and drops torch's iterator.
 
         In the reverse order, torch would wait up to 5 s per busy worker.
         """
@@ -255,18 +255,18 @@ class ProcessFeed(Backend):
                 # wakes the thread
                 self._pass._worker_result_queue.put((None, None))
                 thread.join(timeout=1.0)
-                # if it waits for a worker, the worker's death ends it with an error that the feed
-                # reports
+                # if it is waiting for a worker, the worker's death ends it with an error that the
+                # feed reports
                 thread._invoke_excepthook = _as_it_is
             if getattr(self._pass, "_worker_pids_set", False):
-                # else torch's SIGCHLD handler raises, if another loader has set it
+                # otherwise, torch's SIGCHLD handler raises if another loader has set it
                 _remove_worker_pids(id(self._pass))
                 self._pass._worker_pids_set = False
             _kill(self._workers)
         self._pass = self._loader = None
 
     def parts(self) -> dict[str, Any]:
-        """Returns the arguments for torch's loader; in the worker a key is a whole batch."""
+        """Returns the arguments for torch's loader; in the worker, a key is a whole batch."""
         return {
             "dataset": _Batches(self._dataset, self.meter, self.times_samples),
             "batch_sampler": self._keys,
@@ -276,10 +276,10 @@ class ProcessFeed(Backend):
 
 
 class Loader(DataLoader[HostBatch]):
-    """Torch's loader without the many-workers warning; threads must not filter warnings."""
+    """Torch's loader without the warning about many workers; threads must not filter warnings."""
 
     def check_worker_number_rationality(self) -> None:
-        """Does not warn, because the user or the tuner chose this number."""
+        """Does not warn, because the user or the tuner selected this number."""
 
     def _get_iterator(self) -> Any:
         return _Iterator(self) if self.num_workers else super()._get_iterator()
@@ -304,7 +304,7 @@ class _Iterator(_MultiProcessingDataLoaderIter):
 
 
 class _Keys:
-    """The batch sampler: the epoch and the indices of each batch, sent with every request."""
+    """The batch sampler: each batch's epoch and indices, sent with every request."""
 
     coming: Requests
 
@@ -331,13 +331,13 @@ class _Batches(Dataset[HostBatch]):
         if self._filler is None:
             slot = worker.id if worker else 0
             self._filler = BatchWorker(self.dataset, slot, self.meter, self.times_samples)
-        # start of the batch's own time, without samples
+        # here the batch's own time starts, excluding samples
         timer = self._filler.timer
         lap = timer.begin(count)
         size = self.dataset.image_size
         labels = torch.zeros(count, dtype=torch.int64)
         timer.mark(COLLATE)
-        # allocated in shared memory, as in torch's collate, so no copy is needed later
+        # allocated in shared memory, as in torch's collate function, so no copy is needed later
         new = torch.UntypedStorage._new_shared if worker else torch.UntypedStorage
         memory = torch.empty(0, dtype=torch.uint8).set_(new(count * 3 * size * size))
         images = memory.view(count, size, size, 3).permute(0, 3, 1, 2)
@@ -360,7 +360,7 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
-        # a segment being filled still has its name
+        # a segment that is being filled still has its name
         for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
             segment.unlink(missing_ok=True)
     running.clear()

@@ -1,7 +1,7 @@
 """Loads batches with threads, in reused memory (``loader.backend=threads``).
 
-Decoders release the GIL. Nothing is copied between workers. ``batches_ahead`` of the settings
-limits the number of batches in memory.
+Decoders release the GIL. Nothing is copied between workers. The settings' ``batches_ahead`` limits
+the number of batches in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .base import (
 )
 from .order import AnyOrder
 
-# rows of the meter, one per thread: the maximum of loader.num_workers and tuner.max_workers
+# rows in the meter, one per thread: the limit of loader.num_workers and tuner.max_workers
 MOST_THREADS = 512
 # polling interval for signals
 _POLL_S = 0.5
@@ -50,11 +50,11 @@ class _Batch:
     """A batch that all threads are filling.
 
     Attributes:
-        images: in a buffer of the pool.
-        coming: number of missing samples; 0 once the batch is complete or failed.
+        images: pixels in a buffer from the pool.
+        coming: number of missing samples; 0 once the batch is complete or has failed.
         handed: number of samples assigned to threads.
         chunks: the first row of each chunk, its failed samples and its times.
-        errors: errors of chunks.
+        errors: errors from chunks.
     """
 
     epoch: int
@@ -68,18 +68,18 @@ class _Batch:
 
 
 class ThreadFeed(Backend):
-    """Batches of ``dataset`` in ``order``, bitwise identical to ``processes``.
+    """Batches from ``dataset`` in ``order``, bitwise identical to those from ``processes``.
 
     ``settings.num_workers`` is the number of threads (0: the consumer fills batches on request).
     Ahead of the consumer are ``batches_ahead`` batches and the one being filled. Image memory is
     reused; see ``BufferPool``.
 
-    A thread that returns late from a read has written only to its own batch, then ends. Threads end
-    with the feed and before the interpreter exits, so that none is interrupted in C code.
+    A thread that returns late from a read has only written to its own batch; it then ends. Threads
+    end with the feed and before the interpreter exits, so that none is interrupted in C code.
 
     Raises:
         BadSample: from ``next()``, for an unreadable sample.
-        LoaderError: from ``next()``, if no batch came within ``settings.timeout_s``.
+        LoaderError: from ``next()``, if no batch arrived within ``settings.timeout_s``.
         RuntimeError, MemoryError: from ``next()``, if out of memory.
     """
 
@@ -91,29 +91,29 @@ class ThreadFeed(Backend):
         self._dataset = dataset
         self._shape = dataset.image_size, dataset.image_size, 3
         self._ahead = 1 + settings.batches_ahead
-        # both set at the first pass; the filler is the consumer's
+        # both are set in the first pass; the worker is the consumer's
         self._memory: BufferPool | None = None
         self._own: BatchWorker
         self._pending: deque[_Batch] = deque()
-        # whether unstarted batches of the pass remain
+        # whether there are unstarted batches in the pass
         self._more = False
         self._wanted = settings.num_workers
-        # time the consumer has waited for the oldest batch
+        # how long the consumer has waited for the oldest batch
         self._waited_s = 0.0
         # the garbage collector may close this during one of its own calls
         lock = threading.RLock()
         self._work = threading.Condition(lock)
         self._done = threading.Condition(lock)
-        # active threads; others end
+        # active threads; all others end
         self._threads: dict[int, threading.Thread] = {}
         weakref.finalize(self, _dismiss, self._threads, self._work)
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """As in ``Backend``; all batches of the previous pass have been taken."""
+        """As in ``Backend``; all batches from the previous pass have been taken."""
         super().begin(epoch, first)
         self._coming = announced(self._coming, self._dataset)
         if self._memory is None:
-            # the consumer holds two: one in use or being copied, and the one it receives
+            # the consumer holds two batches: one in use or being copied, and the one it receives
             size = self.settings.batch_size * math.prod(self._shape)
             self._memory = BufferPool(self._ahead + 2, size, self.settings.pin_memory)
             # the system may have refused more threads last time
@@ -137,7 +137,7 @@ class ThreadFeed(Backend):
         self.settings = replace(self.settings, num_workers=self._wanted)
 
     def _start(self) -> None:
-        """Starts the wanted threads; fewer, or raises, if the system refuses more."""
+        """Starts the requested threads, or fewer if the system refuses more."""
         # a new thread uses the first device
         prepare = accelerator.taking_over() if self.settings.pin_memory else None
         for slot in sorted({*range(self._wanted)} - self._threads.keys()):
@@ -189,7 +189,7 @@ class ThreadFeed(Backend):
         return None
 
     def _oldest(self) -> HostBatch:
-        """Takes the oldest batch, which is complete, or raises its error."""
+        """Returns and removes the oldest batch, which is complete, or raises its error."""
         if not self._pending:
             raise StopIteration
         if self._pending[0].errors:
@@ -216,7 +216,7 @@ class ThreadFeed(Backend):
         _dismiss(self._threads, self._work)
 
     def _fail(self, error: BaseException) -> None:
-        """Starts no further batch; ``error`` is raised instead of the next one."""
+        """Stops starting batches; ``error`` is raised instead of the next one."""
         none = np.empty(0, np.int64)
         pending = self._pending
         with self._work:
@@ -227,7 +227,7 @@ class ThreadFeed(Backend):
             self._done.notify_all()
 
     def _hand_out(self) -> tuple[_Batch, slice] | None:
-        """Returns the next samples to fill; None if there is no room or nothing to do."""
+        """Returns the next samples to fill; None if there is no space or nothing to do."""
         pending = self._pending
         if not pending or pending[-1].handed == len(pending[-1].indices):
             if len(pending) == self._ahead or not self._more:
@@ -250,8 +250,8 @@ class ThreadFeed(Backend):
                 self._fail(error)
                 return None
         batch = pending[-1]
-        # Several chunks per thread, so that threads finish a batch together. At most 8 samples,
-        # because a thread checks between chunks whether it is still needed.
+        # Several chunks per thread, so that threads finish a batch together. At most 8 samples per
+        # chunk, because a thread checks between chunks whether it is still needed.
         share = self.settings.batch_size // (4 * max(1, self._wanted))
         first = batch.handed
         batch.handed = min(first + max(1, min(share, 8)), len(batch.indices))
@@ -259,7 +259,7 @@ class ThreadFeed(Backend):
 
 
 def _fill(filler: BatchWorker, batch: _Batch, rows: slice, done: threading.Condition) -> None:
-    """Fills the samples of ``batch`` at ``rows``; notifies ``done`` when it is complete."""
+    """Fills the samples at ``rows`` in ``batch``; notifies ``done`` when the batch is complete."""
     count = rows.stop - rows.start
     try:
         chunk = filler.fill(
@@ -283,7 +283,7 @@ def _fill(filler: BatchWorker, batch: _Batch, rows: slice, done: threading.Condi
 
 
 def _spoil(batch: _Batch, error: BaseException) -> None:
-    """Makes the consumer raise ``error`` instead of the batch; the rest is not filled."""
+    """Makes the consumer raise ``error`` instead of returning the batch; the rest is not filled."""
     batch.errors.append(error)
     batch.handed = len(batch.indices)
     batch.coming = 0
@@ -296,7 +296,7 @@ def _serve(
     slot: int,
     prepare: Callable[[], None] | None,
 ) -> None:
-    """Thread of ``slot``: fills chunks until it is not wanted; keeps no reference to the feed."""
+    """Runs the thread in ``slot``, which fills chunks until unneeded; keeps no feed reference."""
     workers.lower_priority()
     own = threading.current_thread()
     try:
@@ -321,7 +321,7 @@ def _serve(
                     if chunk is None and threads.get(slot) is own:
                         work.wait()
             _fill(filler, *chunk, done)
-            # else this thread's last batch would never be freed
+            # otherwise, this thread's last batch would never be freed
             del chunk
     except BaseException as error:
         # raised by the consumer, unless this thread's pass is over

@@ -30,9 +30,9 @@ from ..runtime.folder import log
 from ..runtime.seeding import SampleRng
 from ..training import checkpoint_read, models, resume, weights
 
-# number of images to check an exported file on
+# number of images used to check an exported file
 _CHECKED = 16
-# largest difference of logits, relative to the largest logit, or to 1 if that is smaller
+# largest difference between logits, relative to the largest logit or to 1, whichever is larger
 _TOLERANCE = 1e-4
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
@@ -43,7 +43,7 @@ class Transform:
 
     Args:
         data: size, normalization and other preprocessing settings.
-        device: device of the result.
+        device: device for the result.
 
     Attributes:
         normalize: turns uint8 ``[N, 3, S, S]`` into floats, on the CPU.
@@ -59,11 +59,11 @@ class Transform:
     def __call__(self, image: ImageLike) -> Tensor:
         """Returns ``image`` normalized, float ``[3, S, S]``.
 
-        ``image`` is a file's path, its bytes, a Pillow image, or a uint8 array ``[H, W, 3]``.
+        ``image`` is a file path, a file's bytes, a Pillow image, or a uint8 array ``[H, W, 3]``.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file or bytes are not an image, or damaged.
+            ValueError: the file or bytes are not an image, or are damaged.
             TypeError: ``image`` is none of these.
         """
         given: Any = image
@@ -88,7 +88,7 @@ class Loaded(NamedTuple):
     """A trained network.
 
     Attributes:
-        model: maps float ``[N, 3, S, S]`` to logits ``[N, classes]``; in fp32, in eval mode.
+        model: maps float ``[N, 3, S, S]`` to logits ``[N, classes]``, in fp32 and in eval mode.
         transform: maps an image to float ``[3, S, S]`` on the network's device.
         classes: the class names, in the order of the logits.
     """
@@ -104,21 +104,21 @@ def load(
     *,
     model_name: str | None = None,
 ) -> Loaded:
-    """Returns the network of a checkpoint file, or of the newest checkpoint in a run's folder.
+    """Returns the network from a checkpoint file, or from the newest checkpoint in a run folder.
 
     Args:
         path: the folder or the file.
-        device: device of the network.
+        device: device for the network.
         model_name: your own function that builds the network, as ``my_module:build``. A
-            checkpoint that names one is refused unless you name it here.
+            checkpoint that names such a function is rejected unless you specify it here.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, without classes, or names your own
+        CheckpointError: the checkpoint is missing or damaged, has no classes, or names your own
             code.
         ConfigError: the network cannot be built.
     """
     where = printable(os.fspath(path))
-    # the root is unused: no image is read
+    # the root is unused, because no image is read
     config = Config(mode=Mode.predict, data=DataConfig(root="."), model=ModelConfig(weights=where))
     typed: tuple[str, ...] = ()
     if model_name is not None:
@@ -151,7 +151,7 @@ def network(
         counts = {len(given[key]) for key in heads & given.keys()}
         classes = tuple(map(str, range(max(counts, default=1))))
         log.warning(
-            "%s: has no class names; classes are numbered 0 to %d", saved.where, len(classes) - 1
+            "%s has no class names; classes are numbered 0 to %d", saved.where, len(classes) - 1
         )
     built = models.build(config.model, len(classes), image_size=size, filled=True)
     models.take_over(built, saved, f"model.name={config.model.name}", tell=tell)
@@ -159,7 +159,7 @@ def network(
 
 
 class _Whole(nn.Module):
-    """A network with its normalization: uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
+    """A network with its normalization; maps uint8 ``[N, 3, S, S]`` to logits ``[N, classes]``."""
 
     def __init__(self, network: nn.Module, data: DataConfig) -> None:
         super().__init__()
@@ -172,9 +172,9 @@ class _Whole(nn.Module):
 
 
 def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
-    """Writes the network in ``saved`` into ``folder`` in ``export.format``.
+    """Writes the network in ``saved`` to ``folder`` in ``export.format``.
 
-    Nothing is written unless the export gives the network's logits on noise images.
+    Nothing is written unless the export reproduces the network's logits on noise images.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
@@ -200,24 +200,24 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
         whole = _Whole(model, config.data).eval()
         with user_code.explained(
             f"model.name={config.model.name}: torch.export cannot export the network with a "
-            "dynamic batch size; its code must not depend on the batch size or branch on image "
+            "dynamic batch size; its code may not depend on the batch size or branch on image "
             "content:"
         ):
-            # traced with one image, the batch size would be fixed to one
+            # if traced with one image, the batch size would be fixed at one
             dynamic = ({0: Dim("batch", min=1)},)
             program = torch.export.export(whole, (images[:2],), dynamic_shapes=dynamic)
         data, run = (_onnx if form is Format.onnx else _pt2)(program, texts)
         files = {f"model.{form.name}": data}
     with torch.no_grad():
         expected = model(normalized)
-        # a batch of one image first
+        # first a batch of one image
         given = torch.cat([run(images[:1]), run(images)[1:]])
     error = float((given - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    # negated to refuse NaN, too
+    # negated to also reject NaN
     if not error <= _TOLERANCE:
         raise ConfigError(
-            f"export.format={form.name}: on {_CHECKED} noise images the logits differ from the "
-            f"network's by {error:.2g}, more than {_TOLERANCE:g}; nothing is written"
+            f"export.format={form.name}: on {_CHECKED} noise images, the logits differ from the "
+            f"network's by {error:.2g}, more than {_TOLERANCE:g}; nothing was written"
         )
     for name, data in files.items():
         write_whole(folder / name, data)
@@ -230,7 +230,7 @@ def export(saved: checkpoint_read.Saved, config: Config, folder: Path) -> None:
 
 
 def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
-    """Returns the bytes of a file with ``program`` and ``texts``, and a function to run it."""
+    """Returns the bytes of a file with ``program`` and ``texts``, and a function that runs it."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files=texts)
     data = file.getvalue()
@@ -240,7 +240,7 @@ def _pt2(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
 def _timm(
     model: nn.Module, config: Config, classes: tuple[str, ...]
 ) -> tuple[dict[str, bytes], Any]:
-    """Returns the files of a folder that timm reads, by name, and a function to run them.
+    """Returns the files for a folder that timm reads, by name, and a function that runs them.
 
     Raises:
         ConfigError: the network is not a timm model.
@@ -302,7 +302,7 @@ def _onnx(program: ExportedProgram, texts: dict[str, str]) -> tuple[bytes, Any]:
         made.model.metadata_props.update(texts)
         data = made.model_proto.SerializeToString()
         options = SessionOptions()
-        # default: one per core of the machine
+        # the default is one per core on the machine
         options.intra_op_num_threads = torch.get_num_threads()
         session = InferenceSession(data, options, providers=["CPUExecutionProvider"])
     return data, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

@@ -1,4 +1,4 @@
-"""Runs ``mode=predict``: predicts the class of every image in a folder, or of one file."""
+"""Runs ``mode=predict``: predicts the classes of all images in a folder, or of one file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .loaded import network
 
 
 def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
-    """Predicts the images in ``data.root``, or in ``data.table``, with the network in ``saved``.
+    """Classifies the images in ``data.root``, or in ``data.table``, with the network in ``saved``.
 
-    Every rank calls this and predicts its share. At the end the first rank writes into ``folder``:
-    ``predictions.csv``, ``predictions.jsonl`` and the list of unreadable images.
+    Every rank calls this and predicts its share. At the end, the first rank writes
+    ``predictions.csv``, ``predictions.jsonl`` and the list of unreadable images to ``folder``.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
-        DataError: there is no image, or none can be read.
+        DataError: there are no images, or none can be read.
         Interrupted: a signal arrived.
     """
     model, classes = network(saved, config)
@@ -62,7 +62,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     bad = sorted(failure for each in failures for failure in each)
     name = os.path.relpath(folder)
     if world.is_main:
-        # from a failed attempt
+        # left by a failed attempt
         (folder / BAD_SAMPLES).unlink(missing_ok=True)
         with RunWriter(folder, tensorboard=False) as writer:
             for failure in bad:
@@ -70,7 +70,7 @@ def predict(saved: Saved, config: Config, world: World, folder: Path) -> None:
     count = len(source) - len(bad)
     if not count:
         raise DataError(
-            f"none of {len(source)} images can be read, the first is {bad[0].where}: "
+            f"none of the {len(source)} images can be read; the first is {bad[0].where}: "
             f"{bad[0].reason}; all are listed in {name}/{BAD_SAMPLES}"
         )
     if world.is_main:
@@ -87,7 +87,7 @@ def _share(
 ) -> tuple[np.ndarray, np.ndarray, list[Failure]]:
     """Returns this rank's predictions.
 
-    These are the indices of its images, int64 ``[N]``; float32 ``[N, 2 * top_k]``, the highest
+    These are its images' indices, int64 ``[N]``; float32 ``[N, 2 * top_k]``, the highest
     probabilities followed by their classes; and the unreadable images, whose rows are meaningless.
     """
     config = feeds.config
@@ -140,5 +140,5 @@ def _write(
             json.dumps({source.key: path, "classes": names, "probabilities": shown}) + "\n"
         )
     for form, content in (("csv", sheet(table)), ("jsonl", "".join(lines))):
-        # keep the bytes of names that are not UTF-8
+        # keep the bytes of non-UTF-8 names
         write_whole(folder / f"predictions.{form}", content.encode("utf-8", "surrogateescape"))

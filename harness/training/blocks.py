@@ -14,19 +14,19 @@ from ..config import ConfigError
 
 
 def checkpoint_blocks(network: nn.Module) -> None:
-    """Makes ``network`` recompute the activations of each block in the backward pass.
+    """Makes ``network`` recompute each block's activations in the backward pass.
 
-    A block is an item of a ``Sequential`` or ``ModuleList`` that contains modules, such as a
+    A block is an item in a ``Sequential`` or ``ModuleList`` that contains modules, such as a
     residual block or an encoder layer. State keys and results are unchanged: recomputation draws
     the same random numbers and does not update running statistics.
 
     Raises:
-        ConfigError: the network has no such block.
+        ConfigError: the network has no such blocks.
     """
     blocks = [*_blocks(network)]
     if not blocks:
         raise ConfigError(
-            "trainer.checkpoint_blocks=true: the network has no list of blocks; set it to false"
+            "trainer.checkpoint_blocks=true: the network has no block list; set it to false"
         )
     for block in blocks:
         # a copy of the network gets its own
@@ -47,7 +47,7 @@ def _blocks(network: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _recomputing(block: nn.Module) -> Iterator[None]:
-    """Prevents batch norms from updating their running statistics."""
+    """Prevents batch norm layers from updating their running statistics."""
     norms = [each for each in block.modules() if isinstance(each, _BatchNorm)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Creates the user's callbacks, ``callbacks=[my_module:MyClass]``, and their view of the run."""
+"""Creates the user's callbacks, ``callbacks=[my_module:MyClass]``, and the run they receive."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Run:
     """The run, as seen by callbacks.
 
     Attributes:
-        network: the trained network, without its DDP wrapper.
+        network: the network being trained, without its DDP wrapper.
         optimizer: the PyTorch optimizer; its hooks can read and change gradients.
         device: the network's device.
-        rank: of this process, from 0.
+        rank: the rank of this process, from 0.
         world_size: the number of ranks.
         folder: the run folder.
         classes: the class names, in order.
         config: the settings, read-only.
-        logged: values by tag, written with the next window.
+        logged: the values to write with the next window, by tag.
     """
 
     # setting an attribute that does not exist, such as stop, is an error
@@ -52,27 +52,28 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps done."""
+        """The number of completed optimizer steps."""
         return self._state.step
 
     @property
     def epoch(self) -> int:
-        """The current or last finished epoch, from 1; 0 before the first step."""
+        """The current or last completed epoch, from 1; 0 before the first step."""
         return self._state.epoch + (self._state.samples > 0)
 
     def log(self, name: str, value: Any) -> None:
         """Logs the number ``value`` as ``user/NAME`` with the next window, on the first rank.
 
-        The last value before a window is kept. A device tensor makes the host wait.
+        If a name is logged more than once before a window, the last value is kept. A device tensor
+        makes the host wait.
         """
         self.logged[f"user/{name}"] = float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def made(names: Sequence[str]) -> dict[str, Any]:
-    """Returns the user's callbacks by ``names``, each called without arguments.
+    """Returns the user's callbacks by name, each created without arguments.
 
     Raises:
-        ConfigError: a class is missing or failed, or has an ``on_`` method that is never called.
+        ConfigError: a class is missing, fails, or has an ``on_`` method that is never called.
     """
     found = {}
     for name in names:

@@ -1,8 +1,8 @@
-"""Decides when to save, and writes checkpoints atomically.
+"""Decides when to save and writes checkpoints atomically.
 
-The state is serialized in memory between two steps. A thread writes the state, then its record,
-each synced under a temporary name and renamed. Only then are old checkpoints deleted. Nothing is
-read back, as that would test the page cache, not the disk.
+The state is serialized in memory between two steps. A thread writes the state, then its record;
+each is written under a temporary name, synced and renamed. Only then are old checkpoints deleted.
+Nothing is read back, because that would test the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from .state import TrainState
 
 
 class StopAgreement:
-    """Lets all ranks agree between steps to stop at a signal, to save, or to end at the time limit.
+    """Lets all ranks agree between steps to stop on a signal, save, or end at the time limit.
 
     Attributes:
-        is_over: whether ``trainer.max_hours`` have passed since ``began_s`` on the clock ``now``.
+        is_over: whether ``trainer.max_hours`` hours have passed since ``began_s`` on the clock
+            ``now``.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StopAgreement:
         self._config = config
         self._world = world
         self._now = now
-        # time and step of the last exchange between ranks, and the step of the next
+        # time and step of the last exchange between ranks, and the step of the next one
         self._asked = step
         self._asked_s = now()
         self._next = step + 1
@@ -86,10 +87,10 @@ class StopAgreement:
 
 
 class CheckpointWriter:
-    """Writes each state of a run to its folder once, on the first rank.
+    """Writes each of a run's states to its folder once, on the first rank.
 
-    A thread writes one save at a time. The initial state is not written: it is untrained or comes
-    from a checkpoint. An error while saving is raised once, by the next ``save``, ``check`` or
+    A thread writes one save at a time. The initial state is not written, because it is untrained or
+    comes from a checkpoint. A save error is raised once, by the next ``save``, ``check`` or
     ``close``.
     """
 
@@ -104,7 +105,7 @@ class CheckpointWriter:
         self._state = state
         self._order = order
         self._facts = {
-            # made once because it is slow
+            # converted once because that is slow
             "settings": to_plain(config),
             "classes": [*classes],
             "ranks": state.world.size,
@@ -118,10 +119,10 @@ class CheckpointWriter:
         # only this run writes to the folder
         self._past: list[Record] = []
         if self._writes:
-            # clean up after a killed save
+            # clean up after a save that was killed
             clear(self._folder)
             self._past = records(self._folder)
-            # the next save retries; this run does not read the pointers
+            # the next save retries this; this run does not read the pointers
             with suppress(OSError):
                 mark(self._folder, self._past)
         self._thread = ThreadPoolExecutor(1, "checkpoint", lower_priority)
@@ -131,12 +132,12 @@ class CheckpointWriter:
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
     def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
-        """Starts writing the state between two updates; if ``at_once``, waits for it.
+        """Starts writing the state between two updates; if ``at_once``, waits for it to finish.
 
-        ``top1`` is its validation accuracy, 0..1.
+        ``top1`` is the validation accuracy of the state, 0..1.
 
         Raises:
-            DiskError: the previous save failed, or this one if ``at_once``.
+            DiskError: the previous save failed, or, if ``at_once``, this one failed.
         """
         state = self._state
         if not self._writes:
@@ -153,11 +154,11 @@ class CheckpointWriter:
         # one hangs.
         file = BytesIO() if at_once else self._file
         file.seek(0)
-        # the file's digest makes PyTorch's slower checksums redundant, which torch 2.5 cannot omit
+        # the file's digest makes PyTorch's slower checksums redundant; torch 2.5 cannot omit them
         use_checksums = getattr(torch.serialization, "set_crc32_options", lambda _: None)
         use_checksums(False)
         try:
-            # "stop" is the end of this epoch's order over all ranks
+            # "stop" is the end of this epoch's order across all ranks
             torch.save(state.to_dict({**self._facts, "stop": self._order.taken(state.epoch)}), file)
         finally:
             use_checksums(True)
@@ -169,7 +170,7 @@ class CheckpointWriter:
             self.check(waits=True)
 
     def check(self, *, waits: bool = False) -> None:
-        """Checks for errors of the last save; if ``waits``, waits for it to finish.
+        """Checks for errors from the last save; if ``waits``, waits for it to finish.
 
         Raises:
             DiskError: the last save failed.
@@ -206,11 +207,11 @@ def commit(
 ) -> list[Record]:
     """Commits a serialized ``state``, updates the pointers and deletes old checkpoints.
 
-    The file is named after ``step``. Returns the remaining checkpoints of ``past``, followed by
+    The file is named after ``step``. Returns the remaining checkpoints from ``past``, followed by
     this one.
 
     Raises:
-        DiskError: a file could not be written; earlier checkpoints stay intact.
+        DiskError: a file could not be written; earlier checkpoints remain intact.
     """
     path = folder / f"step-{step}.pt"
     try:
@@ -230,8 +231,8 @@ def commit(
                 old.path.with_suffix(".json").unlink(missing_ok=True)
     except OSError as error:
         raise DiskError(
-            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
-            "earlier ones are intact; free space or fix the disk, then use resume=auto"
+            f"{error.filename or path}: the checkpoint cannot be saved: {error.strerror or error}; "
+            "earlier ones are intact; free up space or fix the disk, then use resume=auto"
         ) from error
     finally:
         clear(folder)
@@ -239,9 +240,9 @@ def commit(
 
 
 def mark(folder: Path, past: list[Record]) -> Collection[Record]:
-    """Points ``last.pt`` and ``best.pt`` to the newest and the best of ``past``, oldest first.
+    """Points ``last.pt`` and ``best.pt`` to the newest and the best in ``past``, oldest first.
 
-    Each is replaced atomically, so it always exists. Returns their targets.
+    Each pointer is replaced atomically, so it always exists. Returns their targets.
     """
     found = pointed(past)
     for name, record in found.items():
@@ -250,7 +251,7 @@ def mark(folder: Path, past: list[Record]) -> Collection[Record]:
 
 
 def clear(folder: Path) -> None:
-    """Deletes temporary files and files without a record.
+    """Deletes temporary files and checkpoint files without a record.
 
     Only one run owns the folder, so no other save can be in progress.
     """

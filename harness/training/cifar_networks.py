@@ -1,4 +1,4 @@
-"""Builds networks for 32-pixel images, with the layers and initialization of the originals."""
+"""Builds networks for 32-pixel images, with the original layers and initialization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
 
 
 def resnet20_cifar(num_classes: int) -> nn.Module:
-    """Returns ResNet-20 with option A shortcuts (He et al., arXiv:1512.03385, section 4.2).
+    """Returns ResNet-20 with option-A shortcuts (He et al., arXiv:1512.03385, section 4.2).
 
     State keys and initial weights match akamaster/pytorch_resnet_cifar10.
     """
@@ -38,7 +38,7 @@ def resnet20_cifar(num_classes: int) -> nn.Module:
     before = 16
     for number, after in enumerate((16, 32, 64), 1):
         half = before // 2
-        # every second pixel, zero-padded channels
+        # takes every second pixel and zero-pads the channels
         shortcut = nn.Sequential(nn.AvgPool2d(1, 2), nn.ZeroPad3d((0, 0, 0, 0, half, half)))
         layers[f"layer{number}"] = nn.Sequential(
             BasicBlock(before, after, after // before, None if number == 1 else shortcut),
@@ -59,7 +59,7 @@ def resnet20_cifar(num_classes: int) -> nn.Module:
 
 
 def resnet9_cifar(num_classes: int) -> nn.Module:
-    """Returns the ResNet-9 of Page's DAWNBench entry, davidcpage/cifar10-fast."""
+    """Returns ResNet-9 from Page's DAWNBench entry, davidcpage/cifar10-fast."""
     pool = nn.MaxPool2d(2)
     return nn.Sequential(
         Layer(3, 64),

@@ -1,4 +1,4 @@
-"""Runs the epochs of steps, evaluations and checkpoints."""
+"""Runs epochs: steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from . import callbacks, checkpoint_read, checkpoint_write, pictures, profile
 from .evaluate import Evaluation, evaluate
 from .step import Step, device_batches
 
-# seconds in which workers have batches ready
+# seconds that workers need to have batches ready
 _WARM_UP_S = 1.5
 
 
 def listed(folder: Path) -> set[tuple[str, str]]:
-    """Returns the entries of the list of bad samples in ``folder``, by set and index."""
+    """Returns the entries of the bad-sample list in ``folder``, by set and index."""
     found = set()
     with suppress(OSError):
         for line in read_regular(folder / BAD_SAMPLES).splitlines():
@@ -59,21 +59,21 @@ class Engine:
         step: trains its state, starting from the state's epoch and step.
         sized: returns the training feed for an image size in pixels.
         val_feed: the validation feed.
-        monitor: of the run.
-        folder: of the run's files.
-        classes: names, recorded in checkpoints.
-        callbacks: the user's, by name, if there are any.
+        monitor: the run's monitor.
+        folder: the folder for the run's files.
+        classes: the class names, recorded in checkpoints.
+        callbacks: the user's callbacks by name, if there are any.
 
     Attributes:
         feed: the training feed, for images of ``size`` pixels.
-        parts: results of ``part`` for earlier image sizes.
+        parts: results from ``part`` for earlier image sizes.
         status: completed, idle (nothing was left to train), interrupted or failed.
         stopped: the reason why a completed run ended early.
         evaluation: the last result, if any.
         answers: the network's predictions in that evaluation.
         skipped: number of updates skipped because of a non-finite gradient.
         replaced: samples that could not be read.
-        ranks: every rank's figures at the end of a completed run of several.
+        ranks: every rank's metrics at the end of a completed multi-rank run.
         worker_s: total time of the feeds' workers so far, busy and idle.
     """
 
@@ -93,10 +93,10 @@ class Engine:
     skipped = 0
     ranks: tuple[RankFigures, ...] = ()
     worker_s = 0.0
-    # no update is under way; no step has ended yet
+    # no update is in progress; no step has ended yet
     _whole = True
     _starting = True
-    # of the last window: seconds per step, and its text in the progress bar
+    # for the last window: seconds per step, and the text in the progress bar
     _step_s = math.inf
     _shown = ""
 
@@ -112,7 +112,7 @@ class Engine:
         self.order = self.feed.order
         self.saves = checkpoint_write.CheckpointWriter(state, self.order, self.folder, self.classes)
         self.val_batches = device_batches(self.val_feed, config, world.device)
-        # since the start, by set and index: files on the list may have been fixed
+        # since this run's start, by set and index: files on the list may have been fixed
         self.replaced: set[tuple[str, int]] = set()
         self._listed = listed(self.folder)
         self._own = accelerator.get(world.device)
@@ -131,7 +131,7 @@ class Engine:
             signals.set_rescue(self._rescue)
 
     def fit(self) -> None:
-        """Trains to the last epoch or step, or evaluates; sets ``status``."""
+        """Trains until the last epoch or step, or evaluates; sets ``status``."""
         state = self.state
         trainer = self.config.trainer
         with self._ending():
@@ -141,13 +141,13 @@ class Engine:
                 return
             if not self.has_work:
                 say(
-                    f"training is complete at step {state.step}: raise trainer.epochs, "
-                    "trainer.max_steps or trainer.patience_epochs"
+                    f"training is complete at step {state.step}; to continue, raise "
+                    "trainer.epochs, trainer.max_steps or trainer.patience_epochs"
                 )
                 self.status = "idle"
                 return
             self._call("on_start")
-            # a signal arrived before or during the evaluation
+            # if a signal arrived before or during the evaluation
             if state.pending:
                 self._save(self.evaluate(state.epoch - (state.samples == 0)).top1)
             elif state.step:
@@ -166,11 +166,11 @@ class Engine:
                     self._save(top1)
             self._call("on_end")
             if not self.is_done:
-                self.stopped = f"trainer.max_hours={trainer.max_hours} have passed"
+                self.stopped = f"trainer.max_hours={trainer.max_hours} was reached"
             elif state.stale == trainer.patience_epochs:
                 self.stopped = f"top-1 has not improved for {state.stale} epochs"
             if self.world.size > 1:
-                # differs between ranks
+                # these differ between ranks
                 own = RankFigures.of(
                     self.world.rank, self.monitor.clock.total(), self.step.forward_ms
                 )
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run ends here, by its last epoch or step or trainer.patience_epochs."""
+        """Whether the run ends here, due to its last epoch or step or trainer.patience_epochs."""
         state = self.state
         trainer = self.config.trainer
         return (
@@ -190,7 +190,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step or an evaluation is left."""
+        """Whether a step or an evaluation is left to do."""
         return not self.is_done or self.state.pending
 
     def _ends(self) -> bool:
@@ -199,7 +199,7 @@ class Engine:
     def evaluate(self, epoch: int) -> Evaluation:
         """Evaluates once, logs the result and ends the validation feed's workers.
 
-        Meanwhile the training feed makes the first batches of the next epoch.
+        Meanwhile, the training feed makes the first batches of the next epoch.
         """
         name = "evaluation"
         if self.config.mode is Mode.train:
@@ -249,7 +249,7 @@ class Engine:
         return result
 
     def _drop_rate(self) -> None:
-        """Lowers the rate of ``schedule=plateau`` after enough evaluations without progress."""
+        """Lowers the ``schedule=plateau`` rate after enough evaluations without progress."""
         wanted = self.config.schedule
         is_due = self.state.stale % (wanted.patience_epochs + 1) == 0
         if wanted.name is ScheduleName.plateau and is_due:
@@ -258,10 +258,10 @@ class Engine:
             schedule.go_to(schedule.last_epoch)
 
     def _call(self, method: str, *given: Any) -> None:
-        """Calls ``method`` of the user's callbacks and writes the values they log.
+        """Calls ``method`` on the user's callbacks and writes the values they log.
 
         Raises:
-            ConfigError: one failed.
+            ConfigError: a callback failed.
         """
         if not self.callbacks:
             return
@@ -277,7 +277,7 @@ class Engine:
             self._write(self._run.epoch - 1, {})
 
     def part(self) -> dict[str, Any]:
-        """Returns the evidence on the steps with the current image size."""
+        """Returns the measurements of the steps with the current image size."""
         meter = self.feed.meter
         return {
             "size": self.config.data.train_size and self.size,
@@ -287,7 +287,7 @@ class Engine:
         }
 
     def _take_size(self, epoch: int) -> None:
-        """Switches the feed if the images of ``epoch`` have another size."""
+        """Switches the feed if the image size changes in ``epoch``."""
         size = train_size(self.config.data, epoch)
         if size == self.size:
             return
@@ -301,11 +301,11 @@ class Engine:
         self.feed: Backend = self.sized(size)
         self.size = size
         self.train_batches: DataPrefetcher = self.step.batches(self.feed, clock)
-        # the workers' totals at the last window, and its time
+        # the workers' totals at the end of the last window, and the time then
         self._looked: tuple[StageTotals | None, float] = (None, time.perf_counter())
 
     def _note_update(self) -> None:
-        """Notifies callbacks of an update; with other ranks, records an event after it."""
+        """Notifies callbacks of an update; if there are other ranks, records an event after it."""
         if self.callbacks:
             self._call("on_step")
         if not self._may_hang:
@@ -318,7 +318,7 @@ class Engine:
         self._updates.append((event, counts, state.schedule.last_epoch))
 
     def _rescue(self) -> str:
-        """Saves the last completed update even if a collective hangs on the device."""
+        """Saves the state after the last completed update even if a collective hangs."""
         self._own.make_current()
         state = self.state
         done = [update for update in self._updates if update[0].query()]
@@ -328,7 +328,7 @@ class Engine:
         # the current stream would wait for the lost rank
         with self._own.on(self._own.idle_stream()):
             self.saves.save(at_once=True)
-        return f", while another rank did not respond; step {state.step} is saved"
+        return f", while another rank did not respond; step {state.step} was saved"
 
     def close(self) -> None:
         """Stops the feeds' threads and workers."""
@@ -338,14 +338,14 @@ class Engine:
 
     @contextmanager
     def _untimed(self, name: str) -> Iterator[None]:
-        """Excludes a block's time and load from training."""
+        """Excludes a block's time and load from the training measurements."""
         sampler = self.monitor.sampler
         aside = sampler.aside() if sampler else nullcontext()
         with self.monitor.clock.pause(name), named(name), aside:
             yield
 
     def _uncompiled(self) -> Any:
-        """Runs a block without torch.compile, whose graph is for full training batches."""
+        """Runs a block without torch.compile, whose graph is only for full training batches."""
         if self.config.trainer.compile:
             return torch.compiler.set_stance("force_eager")
         return nullcontext()
@@ -356,12 +356,12 @@ class Engine:
         try:
             yield
         except Exception as error:
-            # one of them may fail
+            # a callback may fail again
             self.callbacks = None
             if isinstance(error, Interrupted):
                 self.status = "interrupted"
             expected = isinstance(error, Interrupted | DataError | LoaderError)
-            # after other errors the other ranks would not respond; diverged states and unfinished
+            # after other errors, the other ranks would not respond; diverged states and unfinished
             # updates are not saved
             answered = expected or self.world.size == 1
             if self._whole and answered and not isinstance(error, NonFiniteError):
@@ -375,7 +375,7 @@ class Engine:
                 self.close()
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Trains to the end of the epoch or run; returns whether a checkpoint is due.
+        """Trains until the end of the epoch or run; returns whether a checkpoint is due.
 
         Raises:
             Interrupted: a rank received a signal.
@@ -401,7 +401,7 @@ class Engine:
         with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
             for steps_left in range(steps, 0, -1):
                 last = steps_left == 1
-                # so that the validation workers have batches ready at the end
+                # so that the validation workers have batches ready at the end of the epoch
                 if primes and (last or steps_left * self._step_s <= _WARM_UP_S):
                     self.val_feed.prime(0)
                     primes = False
@@ -463,20 +463,20 @@ class Engine:
     def _close_window(self, epoch: int) -> None:
         """Logs the window.
 
-        Within training, the host waits for the device only here and for checkpoints.
+        During training, the host waits for the device only here and for checkpoints.
 
         Raises:
-            NonFiniteError: too many updates in a row were skipped.
+            NonFiniteError: too many consecutive updates were skipped.
         """
         clock = self.monitor.clock
         now = self.state.step
         steps = now - self._logged_step
         self._logged_step = now
-        # while the device is still busy
+        # read while the device is still busy
         memory = self.memory.read()
         clock.settle()
         figures = self.step.read()
-        # of the last update: the schedule has already advanced
+        # the rate of the last update: the schedule has already advanced
         schedule = self.state.schedule
         lr = float(schedule.base_lrs[0]) * schedule.share(schedule.last_epoch - 1)
         window = clock.close_window()
@@ -500,7 +500,7 @@ class Engine:
         with clock.noted("logging"):
             self._write(epoch, values)
         if figures.skipped:
-            text = "step %d: %d updates skipped because a loss or gradient was not finite"
+            text = "step %d: %d updates were skipped because a loss or gradient was not finite"
             log.warning(text, now, figures.skipped)
         most = self.config.trainer.max_nonfinite_steps
         if figures.worst_streak > most:
@@ -508,14 +508,14 @@ class Engine:
             raise NonFiniteError(
                 f"step {now}: {figures.worst_streak} updates in a row had a non-finite loss or "
                 f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "
-                "optim.clip_norm=1 or use trainer.precision=fp32; nonfinite.json has the samples "
-                f"of the last {steps} steps"
+                "optim.clip_norm=1 or use trainer.precision=fp32; nonfinite.json lists the samples "
+                f"from the last {steps} steps"
             )
         self._bounds = self._bounds[-1:]
         self._shown = ", ".join(shown)
 
     def _worked(self) -> dict[str, Value]:
-        """Returns the work of the training feed's workers since the last call, by tag."""
+        """Returns the work done by the training feed's workers since the last call, by tag."""
         meter = self.feed.meter
         if not meter:
             return {}
@@ -527,7 +527,7 @@ class Engine:
         return {Tag.NUM_WORKERS: workers, **self._looked[0].since(before).by_tag(worker_s)}
 
     def _note_samples(self, epoch: int, steps: int) -> None:
-        """Writes the samples of the last ``steps`` steps, of all ranks together."""
+        """Writes the samples from the last ``steps`` steps on all ranks."""
         order = self.order.indices(epoch) % self.order.length
         noted = {
             "epoch": epoch + 1,
@@ -541,7 +541,7 @@ class Engine:
         """Lists the samples that all ranks replaced since the last call; every rank calls this.
 
         Raises:
-            DataError: more samples of a set were replaced than allowed, on every rank.
+            DataError: more samples in a set were replaced than allowed; raised on every rank.
         """
         data = self.config.data
         if data.on_error is not OnError.skip:
@@ -554,7 +554,7 @@ class Engine:
         writer = self.monitor.writer
         for name, failure in itertools.chain(*self.world.gathered(new)):
             if not self.replaced:
-                log.warning("%s: %s; replaced by another image", failure.where, failure.reason)
+                log.warning("%s: %s; replaced with another image", failure.where, failure.reason)
             self.replaced.add((name, failure.sample))
             if writer and (name, failure.where) not in self._listed:
                 self._listed.add((name, failure.where))
@@ -564,7 +564,7 @@ class Engine:
             bad, length = sum(each == name for each, _ in self.replaced), feed.order.length
             if bad > max(1, data.max_bad_fraction * length):
                 raise DataError(
-                    f"{bad} of {length} {name} images cannot be read, more than "
+                    f"{bad} of {length} {name} images cannot be read, which exceeds "
                     f"data.max_bad_fraction={data.max_bad_fraction:g}; fix those listed in "
                     f"{BAD_SAMPLES} or raise it"
                 )

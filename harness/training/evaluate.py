@@ -1,4 +1,4 @@
-"""Computes a network's accuracy on the batches of all ranks."""
+"""Computes a network's accuracy on the batches from all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runtime.errors import Interrupted
 
 
 class Evaluation(NamedTuple):
-    """Results on ``images`` images: accuracies, 0..1, and the mean cross-entropy."""
+    """Results for ``images`` images: accuracies, 0..1, and the mean cross-entropy."""
 
     images: int
     top1: float
@@ -32,14 +32,14 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]],
     kept: list[tuple[Tensor, ...]] | None = None,
 ) -> Evaluation:
-    """Returns the network's accuracy over the ``batches`` of all ranks.
+    """Returns the network's accuracy on the ``batches`` from all ranks.
 
     The ranks' samples are disjoint and only sums are exchanged, so nothing is padded or counted
-    twice. The sums stay on the device until the end, as do the values ``kept`` of each batch:
-    labels and predictions, int64 ``[N]``, and their probabilities, float32 ``[N]``.
+    twice. The sums stay on the device until the end, as do the values ``kept`` from each batch:
+    labels and predictions, int64 ``[N]``, and the predictions' probabilities, float32 ``[N]``.
 
     Raises:
-        Interrupted: a rank received a signal; raised on every rank after all have stopped.
+        Interrupted: a rank received a signal; raised on every rank once all have stopped.
     """
     network.eval()
     # counts are exact up to 2**53 in float64
@@ -53,7 +53,7 @@ def evaluate(
         scores = logits.float()
         # the sum does not depend on the batch size
         loss = F.cross_entropy(scores, labels, reduction="none").sum(dtype=dtype)
-        # top-1 and top-5 in one
+        # top-1 and top-5 in one call
         answers = logits.topk(min(5, logits.shape[1]), dim=1).indices
         best = answers == labels.unsqueeze(1)
         images_seen += len(labels)

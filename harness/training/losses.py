@@ -1,4 +1,4 @@
-"""Builds the training loss that ``optim.loss`` names."""
+"""Builds the training loss specified by ``optim.loss``."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def make_loss(config: OptimConfig, weights: Tensor | None) -> Loss:
-    """Returns a function from logits ``[N, classes]`` and labels to the loss, float ``[]``.
+    """Returns a function that maps logits ``[N, classes]`` and labels to the loss, float ``[]``.
 
     Labels are int64 ``[N]``, or float ``[N, classes]`` if they were mixed.
 
     Args:
         config: the settings.
-        weights: of the classes, float ``[classes]``; None means 1.
+        weights: class weights, float ``[classes]``; None means 1 for all.
 
     Raises:
-        ConfigError: the function does not exist, or a later call of it failed.
+        ConfigError: the function does not exist, or a later call to it fails.
     """
     smoothing = config.label_smoothing
     threshold = config.bce_threshold
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         if weights is not None and labels.ndim == 1:
-            # with weights, torch divides the sum for labels by the batch's weights, so an image
-            # would count differently on other ranks; the mean for class probabilities is over
-            # images
+            # given weights and integer labels, torch divides the sum by the batch's weights, so an
+            # image would count differently on other ranks; given class probabilities, it averages
+            # over images
             labels = F.one_hot(labels, len(weights)).float()
         return F.cross_entropy(logits, labels, weights, label_smoothing=smoothing)
 
     def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the binary cross-entropy averaged over images and classes, as in timm."""
+        """Returns the binary cross-entropy, averaged over images and classes as in timm."""
         classes = logits.shape[1]
         shares = F.one_hot(labels, classes).float() if labels.ndim == 1 else labels
         shares = shares * (1 - smoothing) + smoothing / classes
@@ -63,7 +63,7 @@ def _own(function: Loss, name: str, logits: Tensor, labels: Tensor) -> Tensor:
         if isinstance(loss, Tensor):
             kind = f"{loss.dtype} {list(loss.shape)}, requires_grad={loss.requires_grad}"
         raise ConfigError(
-            f"optim.loss={name}: returned {kind}; it must return one number with a gradient, a "
-            "tensor [], such as torch.nn.functional.cross_entropy(logits, labels)"
+            f"optim.loss={name}: returned {kind}; it must return one number with a gradient (a "
+            "tensor []), such as torch.nn.functional.cross_entropy(logits, labels)"
         )
     return loss

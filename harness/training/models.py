@@ -23,7 +23,7 @@ from ..runtime.folder import log
 from . import checkpoint_read, cifar_networks, weights
 from .checkpoint_read import Saved
 
-# data.* settings that pretrained weights decide
+# data.* settings that pretrained weights determine
 EXPECTED = (
     "data.image_size",
     "data.eval_resize",
@@ -42,15 +42,16 @@ def build(
     filled: bool = False,
     train_sizes: Collection[int] = (),
 ) -> nn.Module:
-    """Returns the network that ``config`` names, for square images of ``image_size`` pixels.
+    """Returns the network specified by ``config``, for square images of ``image_size`` pixels.
 
     It must also accept images of ``train_sizes`` pixels.
 
-    With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits; otherwise it stays
+    With ``weights=DEFAULT`` or a path, the head is loaded if its shape fits; otherwise, it stays
     random. If ``filled``, the caller loads the weights and none are read here.
 
     Raises:
-        ConfigError: unknown name, no pretrained weights, or an unsupported image size.
+        ConfigError: the name is unknown, there are no pretrained weights, or the image size is not
+            supported.
         CheckpointError: the file is missing, corrupt or from another network.
     """
     check_model(config)
@@ -68,12 +69,12 @@ def build(
     found = saved(config, image_size)
     target = f"{where} for data.image_size={image_size}"
     if take_over(network, found, target, may_differ=head_keys(network)):
-        say(f"{found.where}: new head for {num_classes} classes")
+        say(f"{found.where}: using a new head for {num_classes} classes")
     return network
 
 
 def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
-    """Returns the network with random weights; the result of a user's function is unchecked."""
+    """Returns the network with random weights; a user function's result is not checked."""
     name = config.name
     if user_code.is_own(name):
         return user_code.call(
@@ -102,10 +103,11 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
 
 
 def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
-    """Rejects networks that cannot be trained or saved; a pass of two images sizes lazy layers.
+    """Rejects networks that cannot be trained or saved; a two-image pass sizes lazy layers.
 
     Raises:
-        ConfigError: no module, no parameters, wrong output shape, or a state that cannot be saved.
+        ConfigError: it is not a module, or has no parameters, the wrong output shape, or a state
+            that cannot be saved.
     """
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
@@ -120,7 +122,7 @@ def _prove(network: Any, where: str, num_classes: int, image_size: int) -> None:
         kept = isinstance(value, Tensor) and value.layout is torch.strided
         if not kept or is_lazy(value) or value.is_meta:
             raise ConfigError(
-                f"{where}: {printable(key)} of its state_dict is not a dense tensor, so it cannot "
+                f"{where}: {printable(key)} in its state_dict is not a dense tensor, so it cannot "
                 "be saved; make it one, or exclude it (persistent=False)"
             )
 
@@ -129,7 +131,7 @@ def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
     """Rejects logits that cannot be used for the loss.
 
     Raises:
-        ConfigError: ``given`` is not a floating-point tensor of ``shape``, or has no gradient.
+        ConfigError: ``given`` is not a floating-point tensor with ``shape``, or has no gradient.
     """
     found = type(given).__name__
     if isinstance(given, Tensor):
@@ -144,7 +146,7 @@ def refuse_logits(given: Any, shape: tuple[int, int], where: str) -> None:
 
 
 def saved(config: ModelConfig, image_size: int) -> Saved:
-    """Returns the weights that ``model.weights`` names, pretrained or from a file.
+    """Returns the weights specified by ``model.weights``, pretrained or from a file.
 
     Raises:
         ConfigError: the pretrained weights cannot be downloaded.
@@ -165,12 +167,12 @@ def take_over(
 ) -> bool:
     """Loads the weights in ``found`` into ``network``; returns whether its head was left out.
 
-    ``tell`` gets a line on their origin. The head's keys ``may_differ`` are left out if any of them
-    is missing or has another shape.
+    ``tell`` receives a line about their origin. The head's keys, ``may_differ``, are left out if
+    any of them is missing or has another shape.
 
     Raises:
-        CheckpointError: another key differs; names ``target`` and the first differences. The
-            network is unchanged.
+        CheckpointError: another key differs; the error lists ``target`` and the first differences.
+            The network is unchanged.
     """
     own = network.state_dict()
     given, line = weights.find(found.state, network, found.where, may_differ)
@@ -179,7 +181,7 @@ def take_over(
     if left:
         given |= {key: own[key] for key in may_differ}
     refuse_misfits(own, given, found.where, target)
-    # in place: a new dict would lack _metadata, without which the mnasnets load nothing
+    # in place: a new dict would lack _metadata, without which the MNASNets load nothing
     own.update(given)
     network.load_state_dict(own)
     if line:
@@ -190,12 +192,13 @@ def take_over(
 def refuse_misfits(
     own: Mapping[Any, Any], saved: Mapping[Any, Any], where: str, target: str
 ) -> None:
-    """Rejects ``saved`` tensors that cannot replace their ``own``; both may be nested.
+    """Rejects ``saved`` tensors that cannot replace those in ``own``; both may be nested.
 
-    Warns of NaN and infinity.
+    Warns about NaN and infinity.
 
     Raises:
-        CheckpointError: names the file ``where``, the ``target`` and the first differences.
+        CheckpointError: a tensor does not fit; the error lists the file ``where``, the ``target``
+            and the first differences.
     """
     ours = dict(leaves(own))
     theirs = dict(leaves(saved))
@@ -209,7 +212,7 @@ def refuse_misfits(
             not isinstance(value, Tensor)
             or value.layout is not torch.strided
             or value.device.type != "cpu"
-            # beyond its storage
+            # extends beyond its storage
             or value.nbytes > value.untyped_storage().nbytes()
         ):
             found.append(f"{key} is not a dense CPU tensor")
@@ -224,14 +227,14 @@ def refuse_misfits(
         raise CheckpointError(f"{where}: does not fit {target}: {listed(texts, '; ')}")
     for key, value in theirs.items():
         if value.is_floating_point() and not value.isfinite().all():
-            log.warning("%s: %s holds NaN or infinity", where, printable(key))
+            log.warning("%s: %s contains NaN or infinity", where, printable(key))
             break
 
 
 def head_keys(network: nn.Module) -> set[str]:
-    """Returns the head's parameter names: those that timm declares, else the last layer's.
+    """Returns the head's parameter names: those that timm declares, or else the last layer's.
 
-    A user's network may have none.
+    A user's network may not have any.
     """
     # set by timm; in a user's network it may be anything
     facts = getattr(network, "default_cfg", None)
@@ -245,17 +248,17 @@ def head_keys(network: nn.Module) -> set[str]:
 
 
 def small(num_classes: int) -> nn.Module:
-    """Returns a network from float ``[N, 3, H, W]`` to logits ``[N, num_classes]``.
+    """Returns a network that maps float ``[N, 3, H, W]`` to logits ``[N, num_classes]``.
 
-    Fast on two CPU cores for H and W of 32 to 96 pixels; at least 16. 0.4 million parameters, 20
-    million multiply-adds for 64x64 pixels. A stride-2 convolution, three convolutions with 2x2 max
-    pooling, a residual block (He et al. 2015, https://arxiv.org/abs/1512.03385), and global average
-    pooling.
+    It is fast on two CPU cores for H and W of 32 to 96 pixels; they must be at least 16. It has 0.4
+    million parameters, and 20 million multiply-adds for 64x64 pixels. It consists of a stride-2
+    convolution, three convolutions with 2x2 max pooling, a residual block (He et al. 2015,
+    https://arxiv.org/abs/1512.03385), and global average pooling.
     """
     stages: list[nn.Module] = []
     # few channels at high resolution, where a CPU spends most of its time
     for before, after in itertools.pairwise((16, 32, 64, 128)):
-        # pooling before the norm quarters its work (Jordan 2024, https://arxiv.org/abs/2404.00498)
+        # pooling first quarters the norm's work (Jordan 2024, https://arxiv.org/abs/2404.00498)
         stages += _layers(before, after, nn.MaxPool2d(2))
     return nn.Sequential(
         nn.Conv2d(3, 16, 5, stride=2, padding=2, bias=False),
@@ -275,7 +278,7 @@ def _layers(before: int, after: int, *pooling: nn.Module) -> list[nn.Module]:
 
 
 class _Residual(nn.Module):
-    """Adds the result of two convolutions to their input."""
+    """Adds the output of two convolutions to their input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -293,9 +296,9 @@ def are_published(model: ModelConfig) -> bool:
 
 
 def expected(name: str, size: int | None) -> dict[str, Any]:
-    """Returns the image settings of the network ``name``'s pretrained weights, by path.
+    """Returns the image settings for the pretrained weights of the network ``name``, by path.
 
-    ``size`` is the image side in pixels; None uses the weights' own.
+    ``size`` is the image side length in pixels; None means the weights' own.
 
     Raises:
         ConfigError: there are no such weights.
@@ -304,15 +307,15 @@ def expected(name: str, size: int | None) -> dict[str, Any]:
         facts = _facts(name)
         if not facts.has_weights:
             raise ConfigError(
-                f"model.weights=DEFAULT: no pretrained weights for model.name={name}; use null"
+                f"model.weights=DEFAULT: model.name={name} has no pretrained weights; use null"
             )
         from timm.data import resolve_data_config
 
         found = resolve_data_config(pretrained_cfg=facts.to_dict())
         size = size or found["input_size"][-1]
-        # rounded down, as in timm; at least the crop, so nothing is padded
+        # rounded down, as in timm; at least the crop size, so nothing is padded
         short = max(size, math.floor(size / found["crop_pct"]))
-        # also for "border", which crops nothing either
+        # also for "border", which does not crop either
         squash = found["crop_mode"] != "center"
         interpolation, mean, std = (found[key] for key in ("interpolation", "mean", "std"))
     else:
@@ -330,7 +333,7 @@ def _facts(name: str) -> Any:
     """Returns timm's ``PretrainedCfg`` for its network ``name``.
 
     Raises:
-        ConfigError: the network has no weights of that name.
+        ConfigError: the network has no weights with that name.
     """
     import timm
 
@@ -339,7 +342,7 @@ def _facts(name: str) -> Any:
 
 
 def _timm(name: str, image_size: int, **how: Any) -> Any:
-    """Returns timm's network ``name`` for images of ``image_size`` pixels."""
+    """Returns timm's network ``name`` for images with ``image_size`` pixels per side."""
     import timm
 
     how = {**size_args(name, image_size), **how}
@@ -348,19 +351,19 @@ def _timm(name: str, image_size: int, **how: Any) -> Any:
 
 def size_args(name: str, image_size: int) -> dict[str, Any]:
     """Returns the arguments that timm's network ``name`` needs for images of ``image_size``."""
-    # other networks accept many sizes without it
+    # other networks accept many sizes without this argument
     return {"img_size": image_size} if _facts(name).fixed_input_size else {}
 
 
 def _published(model: ModelConfig, image_size: int) -> dict[str, Tensor]:
     """Returns the pretrained weights under their current keys.
 
-    Only torchvision's own builder renames the densenets' keys. timm's loader does so for many
+    Only torchvision's own builder renames the DenseNet keys. timm's loader renames the keys of many
     networks, and resizes position embeddings to ``image_size``.
 
     Raises:
-        ConfigError: they cannot be downloaded.
-        CheckpointError: timm's file is missing, or does not fit.
+        ConfigError: the weights cannot be downloaded.
+        CheckpointError: timm's file is missing or does not fit.
     """
     name = model.name
     source = str(model.weights)
@@ -382,7 +385,7 @@ def _published(model: ModelConfig, image_size: int) -> dict[str, Tensor]:
             os.close(open_regular(source))
             how["pretrained_cfg_overlay"] = {"file": source}
         if name.startswith(TIMM):
-            # keep the weights' number of classes, else the loader ignores missing keys
+            # keep the weights' number of classes; otherwise, the loader ignores missing keys
             network = _timm(name, image_size, **how)
         else:
             network = zoo.get_model(name, weights="DEFAULT")

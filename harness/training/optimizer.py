@@ -1,4 +1,4 @@
-"""Builds the optimizer, the schedule and each block's learning rate."""
+"""Builds the optimizer and the schedule, and sets each block's learning rate."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from . import models
 
 
 def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
-    """Returns the optimizer over ``network``'s parameters, those at the full rate first.
+    """Returns the optimizer for ``network``'s parameters, those at the full rate first.
 
-    Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
-    ``optim.decay_norm_and_bias`` is set. sgd and adamw are the fused forms, which can skip an
-    update on the device. Parameters frozen later have no state until they have a gradient.
+    Norms and biases (all parameters with fewer than two dimensions) have no weight decay unless
+    ``optim.decay_norm_and_bias`` is set. sgd and adamw use the fused forms, which can skip an
+    update on the device. Parameters that are frozen later have no state until they get a gradient.
 
     Raises:
         ConfigError: the optimizer is unknown or rejects its arguments.
@@ -57,7 +57,7 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
 
 
 def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
-    """Returns an optimizer of torch, timm or the user, by name."""
+    """Returns an optimizer from torch, timm or the user, by name."""
     name, args = config.name, dict(config.args)
     if name == "sgd":
         name, args = "SGD", {"momentum": config.momentum, "nesterov": config.nesterov, **args}
@@ -75,7 +75,7 @@ def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
     if name in ("LBFGS", "SparseAdam"):
         raise ConfigError(
             f"optim.name={name}: needs a closure or sparse gradients, which this loop does not "
-            "have; use optim.name=Adam"
+            "provide; use optim.name=Adam"
         )
     by_name: dict[str, Any] = dict(inspect.getmembers(torch.optim, inspect.isclass))
     del by_name["Optimizer"]
@@ -104,13 +104,13 @@ def _named(groups: list[dict[str, Any]], config: OptimConfig) -> Optimizer:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` skips an update by itself if ``found_inf`` is above 0."""
+    """Whether ``optimizer`` itself skips an update if ``found_inf`` is above 0."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     return is_torchs and bool(optimizer.defaults.get("fused"))
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
-    """Creates a zero momentum buffer for each trained parameter of SGD that lacks one."""
+    """Creates a zero momentum buffer for each trained SGD parameter that lacks one."""
     # torch leaves the buffers uninitialized if the first update is skipped, and fails if only some
     # parameters have one
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
@@ -123,7 +123,7 @@ def fill_momentum(optimizer: Optimizer) -> None:
 def adopt(
     optimizer: Optimizer, held: dict[str, Any], where: str, args: Collection[str] = ()
 ) -> None:
-    """Restores the per-parameter state ``held`` by an equal optimizer, by parameter index.
+    """Restores the state ``held`` from an identical optimizer, by parameter index.
 
     Learning rates, weight decay and ``args`` keep their current values.
 
@@ -135,7 +135,7 @@ def adopt(
         [(group.keys(), group["params"]) for group in each["param_groups"]] for each in (own, held)
     )
     if not skips_on_device(optimizer):
-        # groups may hold counters; only the class knows the contents of its state
+        # groups may contain counters; only the class knows its state's contents
         counts = [[len(names) for _, names in groups] for groups in (ours, theirs)]
         if counts[0] == counts[1]:
             typed = {"params", "lr", "initial_lr", "weight_decay", *args}
@@ -143,7 +143,7 @@ def adopt(
                 {**theirs, **{name: ours[name] for name in ours.keys() & typed}}
                 for ours, theirs in zip(own["param_groups"], held["param_groups"], strict=True)
             ]
-            # with additional entries of a user-defined state_dict
+            # includes additional entries from a user-defined state_dict
             optimizer.load_state_dict({**held, "param_groups": groups})
             return
     if ours != theirs:
@@ -157,7 +157,7 @@ def adopt(
     like = {
         number: {name: torch.zeros(()) if name == "step" else parameter for name in names}
         for number, parameter in enumerate(parameters)
-        # a parameter without a gradient so far has no state
+        # a parameter that has had no gradient so far has no state
         if number in held["state"]
     }
     found = {number: held["state"][number] for number in like}
@@ -170,10 +170,10 @@ def adopt(
 
 
 def depths(network: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns each parameter's block number, in the order of the network.
+    """Returns each parameter's block number, in network order.
 
-    A block is an item of a list of modules, or else a module with at most half of the
-    parameters. One without weights, such as a norm, belongs to the block before. Most timm
+    A block is an item in a module list, or else a module with at most half of the parameters.
+    A module without weight matrices, such as a norm, belongs to the preceding block. Most timm
     networks define their own blocks.
     """
     if type(network).__module__.startswith("timm.") and hasattr(network, "group_matcher"):
@@ -210,7 +210,8 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
     """Returns the parameters and buffers of the network ``name`` that ``optim.freeze`` matches.
 
     Raises:
-        ConfigError: it is not a regular expression, or matches none or all of the parameters.
+        ConfigError: ``freeze`` is not a regular expression, or matches none or all of the
+            parameters.
     """
     where = f"optim.freeze={freeze}"
     heads = models.head_keys(network)
@@ -231,8 +232,8 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
 def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
     """Makes ``optimizer`` skip its next update on the device if a gradient is not finite.
 
-    The optimizer must support ``found_inf``, as fused torch optimizers do. ``one`` is the number
-    1, float ``[]``, on the device.
+    The optimizer must support ``found_inf``, as torch's fused optimizers do. ``one`` is the number
+    1 on the device, float ``[]``.
     """
     parameters = chain(*(group["params"] for group in optimizer.param_groups))
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -243,15 +244,15 @@ def skip_nonfinite(optimizer: Optimizer, one: Tensor) -> None:
 
 
 class Schedule:
-    """Sets the learning rate of each of the optimizer's groups for the next update.
+    """Sets the learning rate of each optimizer group for the next update.
 
-    Works like torch's ``LambdaLR`` in a tenth of the time.
+    Works like torch's ``LambdaLR`` but takes a tenth of the time.
 
     Attributes:
         base_lrs: the groups' peak rates.
-        factor: returns the fraction of them for an update, numbered from 0.
-        gamma: factor of each of the ``drops`` of ``schedule=plateau``.
-        last_epoch: the number of the next update, by its name in torch.
+        factor: returns the fraction of the peak rates for an update, numbered from 0.
+        gamma: factor applied at each of the ``drops`` with ``schedule=plateau``.
+        last_epoch: the number of the next update; the name is torch's.
     """
 
     def __init__(
@@ -279,18 +280,18 @@ class Schedule:
             group["lr"] = base_lr * share
 
     def share(self, update: int) -> float:
-        """Returns the fraction of the peak rates for that update."""
+        """Returns the fraction of the peak rates for update number ``update``."""
         return self.factor(update) * self.gamma**self.drops
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
     """Returns the fraction of ``optim.lr`` for update number ``step`` (from 0).
 
-    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` and
-    ``MultiStepLR`` stepped once per epoch, ``exponential`` at every update as ``ExponentialLR``;
-    ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the last update (SGDR,
-    arXiv 1608.03983), ``linear`` at it; ``onecycle`` is ``OneCycleLR`` with constant momentum,
-    whose warm-up is a cosine.
+    Warm-up is linear and ends at the peak. ``step`` drops at whole epochs, like torch's ``StepLR``
+    and ``MultiStepLR`` stepped once per epoch; ``exponential`` drops at every update, like
+    ``ExponentialLR``. ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the
+    last update (SGDR, arXiv 1608.03983); ``linear`` reaches it at the last update. ``onecycle`` is
+    ``OneCycleLR`` with constant momentum, whose warm-up is a cosine.
     """
     epoch = step // steps_per_epoch
     total = epochs * steps_per_epoch

@@ -1,4 +1,4 @@
-"""Gathers predictions, and writes the first training batch as pictures."""
+"""Gathers predictions and writes the first training batch as pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..monitor.writer import RunWriter
 from ..runtime.distributed import World
 from ..runtime.errors import printable
 
-# side of a picture in pixels
+# maximum side length of a picture in pixels
 _SIDE = 160
 
 
@@ -29,7 +29,7 @@ class PredictionLog(NamedTuple):
         indices: positions in the dataset.
         labels: the true classes.
         given: the predicted classes.
-        probabilities: of these classes, 0..1.
+        probabilities: the probabilities of the predicted classes, 0..1.
     """
 
     indices: np.ndarray
@@ -41,11 +41,11 @@ class PredictionLog(NamedTuple):
     def gathered(
         cls, kept: Sequence[Sequence[Tensor]], places: Iterable[np.ndarray], world: World
     ) -> PredictionLog:
-        """Returns the predictions of all ranks; every rank calls this.
+        """Returns the predictions from all ranks; every rank calls this.
 
         Args:
-            kept: labels, predictions and probabilities of each batch of this rank.
-            places: of the same batches, the indices.
+            kept: labels, predictions and probabilities for each batch on this rank.
+            places: the indices in the same batches.
             world: this rank.
         """
         own: list[np.ndarray] = []
@@ -57,7 +57,7 @@ class PredictionLog(NamedTuple):
         return cls(*map(np.concatenate, zip(*filter(None, world.gathered(own)), strict=True)))
 
     def confused(self) -> np.ndarray:
-        """Returns the confusions, int64 ``[K, 3]``: true class, predicted class, number of images.
+        """Returns confusions, int64 ``[K, 3]``: true class, predicted class, number of images.
 
         They are sorted by descending frequency, then by class.
         """
@@ -66,7 +66,7 @@ class PredictionLog(NamedTuple):
         return np.vstack((kinds, counts)).T[np.argsort(-counts, kind="stable")]
 
     def surest(self, most: int) -> np.ndarray:
-        """Returns the entries of the mistakes with the highest probabilities, ties by image."""
+        """Returns the ``most`` wrong entries with the highest probabilities; ties by image."""
         wrong = np.flatnonzero(self.labels != self.given)
         order = np.lexsort((self.indices[wrong], -self.probabilities[wrong]))
         return wrong[order[:most]]
@@ -84,7 +84,7 @@ def show_batch(
     tiles = pixels.round().clip(0, 255).astype(np.uint8)
     names = [*map(printable, classes)]
     texts = [names[label] for label in labels.tolist()] if labels.ndim == 1 else []
-    # of two images
+    # mixed from two images
     for mixed in labels.tolist()[len(texts) :]:
         shares = sorted(zip(mixed, names, strict=True), reverse=True)[:2]
         texts.append(" + ".join(f"{share:.0%} {name}" for share, name in shares if share))

@@ -1,4 +1,4 @@
-"""Records a torch.profiler trace of some steps, as Chrome JSON for Perfetto."""
+"""Records a torch.profiler trace of some steps as Chrome JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-# profile() takes one, and torch.profiler does not export it
+# profile() takes one, but torch.profiler does not export the class
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -18,14 +18,14 @@ from ..runtime.folder import log
 
 
 class Trace:
-    """Records the steps of ``profile.steps`` into ``trace/``, with the names of ``clock.spans``.
+    """Records the steps in ``profile.steps`` to ``trace/``, with the names from ``clock.spans``.
 
-    Work between these steps is recorded too, in every Python thread, so a prefetcher's work appears
-    next to the step. The file is named after the recorded steps, since a run may start or end
-    within the range. If the profiler fails, the run continues without a trace.
+    Work between these steps is also recorded, in every Python thread, so a prefetcher's work
+    appears next to the step. The file is named after the recorded steps, since a run may start or
+    end within the range. If the profiler fails, the run continues without a trace.
 
     Args:
-        steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
+        steps: first and last step, counted from 1, as in ``10-20``; if None, nothing is recorded.
         folder: the run's folder.
         pause: excludes the profiler's start-up and export from step time.
     """
@@ -52,7 +52,7 @@ class Trace:
                 if accelerator.count():
                     activities.append(ProfilerActivity.CUDA)
                 else:
-                    # else it warns that there is no GPU
+                    # otherwise, it warns that there is no GPU
                     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
                 every_thread = _ExperimentalConfig(profile_all_threads=True)
                 profiler = profile(activities=activities, experimental_config=every_thread)
@@ -91,4 +91,4 @@ class Trace:
                 yield
         except Exception as error:
             self._last = 0
-            log.warning("profile.steps: no trace: %s", error)
+            log.warning("profile.steps: no trace was written: %s", error)

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and restores its settings, weights and state."""
+"""Finds the checkpoint to resume from and restores its settings, weights and state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .checkpoint_read import NoCheckpoint, Saved
 from .state import TrainState
 
 _NETWORK = ("model.name", "model.args", "trainer.precision", "trainer.channels_last")
-# settings that affect training; differences are reported
+# settings that affect training; their differences are reported
 _TRAINS = (
     *_NETWORK,
     "data.",
@@ -41,9 +41,9 @@ _TRAINS = (
 )
 # modes that apply a trained network
 _APPLIES = (Mode.evaluate, Mode.predict, Mode.export)
-# data.* settings for unreadable images; differences are not reported
+# data.* settings for unreadable images; their differences are not reported
 _COMMANDS = {"data.on_error", "data.max_bad_fraction"}
-# data.* settings that decide a network's input pixels
+# data.* settings that determine a network's input pixels
 PIXELS = {*models.EXPECTED, "data.exif_orientation", "data.background"}
 # data.* settings that select the evaluated images
 _IMAGES = (
@@ -53,13 +53,13 @@ _IMAGES = (
 
 
 def find(config: Config, folder: Path, world: World) -> Saved | None:
-    """Returns the checkpoint that ``resume`` names, or ``model.weights`` if nothing is trained.
+    """Returns the checkpoint specified by ``resume``, or ``model.weights`` if nothing is trained.
 
-    The first rank whose folder has the newest checkpoint reads it for all. None: training starts
-    from scratch.
+    The first rank whose folder has the newest checkpoint reads it for all. Returns None if training
+    starts from scratch.
 
     Raises:
-        CheckpointError: it is missing or corrupt.
+        CheckpointError: the checkpoint is missing or corrupt.
         ConfigError: this network has no pretrained weights, or they cannot be downloaded.
     """
     applies = config.mode in _APPLIES
@@ -68,7 +68,7 @@ def find(config: Config, folder: Path, world: World) -> Saved | None:
             return None
         return models.saved(config.model, config.data.image_size)
     path = folder if config.resume == "auto" else Path(config.resume)
-    # if nodes share no folder, another rank may have saved
+    # if nodes do not share a folder, another rank may have saved
     past = checkpoint_read.records(path / "checkpoints")
     newest = world.gathered([each.step for each in past[-1:]])
     parts = attrgetter("where", "state", "in_run", "record")
@@ -90,13 +90,13 @@ def settings(
     ranks: int = 1,
     tell: Callable[[str], None] = say,
 ) -> Config:
-    """Returns ``config`` with the settings of the checkpoint or, without one, pretrained weights.
+    """Returns ``config`` with the settings from the checkpoint or, without one, pretrained weights.
 
-    If nothing is trained, the checkpoint decides the settings that affect the result. Training uses
-    its own settings but keeps the effective batch size: with a different number of ``ranks``,
+    If nothing is trained, the checkpoint determines the settings that affect the result. Training
+    uses its own settings but keeps the effective batch size: with a different number of ``ranks``,
     ``trainer.accumulate_steps`` or ``loader.batch_size`` changes if both match the checkpoint.
-    Pretrained weights decide the image settings. Command-line settings (``typed``, such as
-    ``data.image_size=48``) win. ``tell`` receives every difference.
+    Pretrained weights determine the image settings. Command-line settings (``typed``, such as
+    ``data.image_size=48``) take precedence. ``tell`` receives every difference.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
@@ -133,9 +133,9 @@ def settings(
         elif images % (each * ranks) == 0:
             batch = images // (each * ranks)
         tell(
-            f"checkpoint: {before} ranks, now {ranks}: loader.batch_size={batch} "
-            f"trainer.accumulate_steps={each}: effective batch size {batch * each * ranks}, "
-            f"before {images}"
+            f"checkpoint: {before} ranks, now {ranks}: using loader.batch_size={batch} "
+            f"trainer.accumulate_steps={each}: effective batch size {batch * each * ranks} "
+            f"(was {images})"
         )
         used.loader.batch_size = batch
         used.trainer.accumulate_steps = each
@@ -143,16 +143,16 @@ def settings(
 
 
 def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str], None]) -> Config:
-    """Returns ``config`` with the pixel and network settings of ``saved``, except those ``kept``.
+    """Returns ``config`` with the pixel and network settings from ``saved``, except those ``kept``.
 
-    In a run's folder, the checkpoint also decides which images are evaluated: these are read, but
+    In a run folder, the checkpoint also decides which images are evaluated: these are read, but
     neither downloaded nor generated.
     """
     trained = saved.trained
     if trained is None:
         if not models.are_published(config.model):
             tell(
-                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision "
+                f"{saved.where} contains no settings; data.*, model.name and trainer.precision "
                 "come from this command"
             )
         return config
@@ -164,20 +164,20 @@ def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str],
     if kept & {"model", "experiment"}:
         kept.add("model.name")
     if kept & {"data", "data.name", "experiment"} and config.data.name != trained.data.name:
-        # other images: this command locates them, the checkpoint decides their pixels
+        # other images: this command locates them, and the checkpoint determines their pixels
         kept |= {path for path, _, _ in walk(config) if path.startswith("data.")} - PIXELS
     located = {
         name: getattr(config.data, name) for name in ("root", "table") if f"data.{name}" in kept
     }
     if _place(replace(trained.data, **located)) != _place(trained.data):
-        # no image of another folder or table was trained on
+        # no image from another folder or table was used for training
         kept |= {"data.split_fraction", "data.fold", "data.folds", "data.columns.group"}
 
     used = adopted(config, theirs, kept, "the checkpoint", tell)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept
     if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
         raise CheckpointError(
-            f"{saved.where}: not in a run's folder, so name the images too. Its run used "
+            f"{saved.where} is not in a run folder, so specify the images too. Its run used "
             f"data.name={trained.data.name} data.root={shown(trained.data.root)}"
         )
     if reads and not {"data.root", "data.download"} & kept:
@@ -190,16 +190,16 @@ def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str],
     ]
     if needed:
         raise CheckpointError(
-            f"{saved.where}: needs your code; if you trust it, add {' '.join(needed)} (for "
+            f"{saved.where} needs your code; if you trust it, add {' '.join(needed)} (for "
             f"wellfed.load, model_name={used.model.name!r})"
         )
-    # no file is read; DEFAULT decides how googlenet and inception_v3 are built
+    # no file is read; DEFAULT determines how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used
 
 
 def _place(data: DataConfig) -> tuple[str, str]:
-    """Returns the resolved paths of the images' folder and table."""
+    """Returns the resolved paths of the image folder and the table."""
     root = os.path.realpath(os.path.expanduser(str(data.root)))
     return root, os.path.realpath(table_path(root, data))
 
@@ -213,11 +213,11 @@ def take_over(
 ) -> EpochRemainder | None:
     """Loads ``saved`` into ``state``; returns the rest of its epoch, if any.
 
-    ``length`` is the number of training images, ``lanes`` their order.
+    ``length`` is the number of training images, and ``lanes`` is their order.
 
     Raises:
-        CheckpointError: it does not fit, or the epoch cannot be resumed. Training never starts
-            from scratch instead.
+        CheckpointError: ``saved`` does not fit, or the epoch cannot be resumed. Training never
+            starts from scratch instead.
     """
     if saved is None:
         return None
@@ -238,8 +238,8 @@ def take_over(
     threads = (held.get("num_threads"), torch.get_num_threads())
     if threads[0] != threads[1]:
         log.warning(
-            "checkpoint used %s torch threads, but this run uses %d: results will not be bitwise "
-            "identical",
+            "the checkpoint's run used %s torch threads, but this run uses %d: results will not be "
+            "bitwise identical",
             *threads,
         )
     say(
@@ -257,7 +257,8 @@ def rest(
     ``length`` and ``lanes`` are as in ``take_over``.
 
     Raises:
-        CheckpointError: other images, another order, or too few samples for the ranks.
+        CheckpointError: the images or their order differ, or there are too few samples for the
+            ranks.
     """
     held = saved.state
     trained = saved.trained or config
@@ -271,9 +272,9 @@ def rest(
         ):
             if then != now:
                 raise CheckpointError(
-                    f"{saved.where}: saved within an epoch; its {name} is {then}, this run's "
-                    f"{now}: the rest of the epoch would have different samples; use the same "
-                    "value, an end-of-epoch checkpoint, or another run.name"
+                    f"{saved.where}: saved within an epoch; its {name} is {then}, but this run's "
+                    f"is {now}, so the rest of the epoch would have different samples; use the "
+                    "same value, an end-of-epoch checkpoint, or another run.name"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # raises if these ranks cannot share the rest

@@ -1,4 +1,4 @@
-"""Holds the state of training, and converts it to a checkpoint and back."""
+"""Holds the training state and converts it to a checkpoint and back."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TrainState:
         config: the run's settings.
         world: this rank; the network is on its device.
         network: the bare network, not its DDP wrapper.
-        scaler: scales fp16 losses; disabled in the other precisions.
+        scaler: scales fp16 losses; disabled for other precisions.
         epoch: completed epochs.
         step: completed optimizer steps.
-        samples: taken from the current epoch by all ranks together.
+        samples: number of samples taken from the current epoch, summed over all ranks.
         pending: whether the evaluation after the last step is still due.
-        best_top1: best top-1 accuracy of all evaluations, 0..1.
+        best_top1: best top-1 accuracy in all evaluations, 0..1.
         stale: end-of-epoch evaluations since ``best_top1`` improved.
         steps_per_epoch: optimizer steps in a full epoch, used by the schedule.
-        average: of the weights, if enabled.
+        average: the moving average of the weights, if enabled.
         frozen: names of parameters and buffers frozen for the first ``optim.freeze_epochs``.
     """
 
@@ -89,8 +89,8 @@ class TrainState:
         if the precision differs.
 
         Raises:
-            CheckpointError: the checkpoint is from another network or optimizer, and nothing was
-                changed; or its contents are invalid, and the state is unusable.
+            CheckpointError: either the checkpoint is from another network or optimizer, and nothing
+                was changed, or its contents are invalid, and the state is unusable.
         """
         held = saved.state
         with user_code.explained(f"{saved.where}: cannot be used:", kind=CheckpointError):
@@ -124,14 +124,14 @@ class TrainState:
             for name in held.keys() & COUNTS:
                 setattr(self, name, held[name])
             drawn = held["random"]
-            # numpy accepts any position, and reads out of bounds
+            # numpy accepts any position and reads out of bounds
             if not 0 <= drawn["numpy"]["position"] <= len(drawn["numpy"]["keys"]):
-                raise ValueError("invalid position")
+                raise ValueError("the position in a random state is invalid")
             restore_random_state(drawn, self.world.device)
 
 
 def _placed_network(config: Config, num_classes: int, world: World, filled: bool) -> nn.Module:
-    """Returns the network that ``config`` names on this rank's device, as the trainer runs it."""
+    """Returns the network specified by ``config`` on this rank's device, set up for training."""
     trainer = config.trainer
     network = models.build(
         config.model,
@@ -153,7 +153,7 @@ def _placed_network(config: Config, num_classes: int, world: World, filled: bool
     if trainer.checkpoint_blocks:
         checkpoint_blocks(network)
     if trainer.compile:
-        # else a second size makes torch use one slower graph for all sizes
+        # otherwise, a second size makes torch use one slower graph for all sizes
         network.compile(dynamic=False, mode=trainer.compile_mode)
     return network
 
@@ -168,20 +168,20 @@ def make_state(
     filled: bool = False,
     network: nn.Module | None = None,
 ) -> TrainState:
-    """Returns the initial training state, on this rank's device.
+    """Returns the initial training state on this rank's device.
 
     Args:
         config: the run's settings.
         num_classes: number of logits.
         world: this rank.
         steps_per_epoch: optimizer steps in a full epoch.
-        images: effective batch size over all ranks, for ``optim.lr_per``.
-        filled: the caller loads the weights, so none are read.
-        network: used instead of the one that ``config`` names; already on the device.
+        images: effective batch size across all ranks, for ``optim.lr_per``.
+        filled: whether the caller loads the weights, so none are read.
+        network: used instead of the one specified by ``config``; already on the device.
 
     Raises:
-        ConfigError: invalid network name, pretrained weights or ``optim.freeze``, or a network that
-            cannot be copied for averaging.
+        ConfigError: the network name, pretrained weights or ``optim.freeze`` are invalid, or the
+            network cannot be copied for averaging.
         CheckpointError: the ``model.weights`` file cannot be used.
     """
     optim, trainer = config.optim, config.trainer
@@ -190,7 +190,7 @@ def make_state(
         network = _placed_network(config, num_classes, world, filled)
     if per := optim.lr_per:
         optim = replace(optim, lr=optim.lr * images / per)
-        say(f"learning rate {optim.lr:.4g}: effective batch size {images}, optim.lr is for {per}")
+        say(f"learning rate {optim.lr:.4g}: effective batch size {images}; optim.lr is for {per}")
     optimizer = make_optimizer(network, optim)
     scaler = GradScaler(world.device.type, enabled=trainer.precision is Precision.fp16)
     schedule = Schedule(
@@ -205,7 +205,7 @@ def make_state(
         steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or sys.maxsize)
         if (first := optim.ema_decay**steps) > 0.1:
             say(
-                f"moving average: after {steps} steps, the initial weights still have a share of "
+                f"moving average: after {steps} steps, the initial weights still make up "
                 f"{first:.0%}. Try: optim.ema_decay={max(0.5, 1 - 5 / steps):.4g}"
             )
         with user_code.explained(

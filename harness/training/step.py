@@ -1,4 +1,4 @@
-"""Runs the training step, and iterates over device batches."""
+"""Runs the training step and iterates over device batches."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ DTYPES = {
 
 
 class StepFigures(NamedTuple):
-    """Figures of the steps since the last reading.
+    """Metrics for the steps since the last reading.
 
     Attributes:
-        loss: mean of the finite losses, or None if there was none.
+        loss: mean of the finite losses, or None if there were none.
         skipped: updates skipped due to a non-finite gradient.
         worst_streak: most updates skipped in a row, counted across readings.
     """
@@ -55,12 +55,12 @@ class StepFigures(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """Runs forward, backward and update on device batches.
+    """Runs the forward pass, backward pass and update on device batches.
 
     Args:
         state: network, optimizer and schedule; ``state.step`` counts updates.
         classes: number of classes; required for mixup and CutMix.
-        class_weights: loss weight per class; None: all 1.
+        class_weights: loss weight per class; None means 1 for all.
     """
 
     state: TrainState
@@ -80,31 +80,32 @@ class Step:
         self.autocast = autocast_of(config.trainer.precision, world.device)
         self.model: Any = state.network
         self.begin_epoch()
-        # latest forward passes of the network inside DDP, without waits for other ranks
+        # seconds of the latest forward passes of the network inside DDP, without waiting for other
+        # ranks
         self._passes_s: deque[float] = deque(maxlen=1000)
         own = accelerator.get(world.device)
         if world.size > 1 and own.is_host and not config.trainer.compile:
             state.network.register_forward_pre_hook(self._begin_pass)
             state.network.register_forward_hook(self._end_pass)
-        # kept on the device until read together
+        # kept on the device until all are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
         self._one = torch.ones((), device=world.device)
-        # reads found_inf, 0.0 or 1.0, set by the scaler or else by ``skip_nonfinite``
+        # reads found_inf, 0.0 or 1.0, which is set by the scaler or else by ``skip_nonfinite``
         state.optimizer.register_step_pre_hook(self._before_update)
-        # report errors of user code in an update in one line
+        # errors from user code in an update are reported in one line
         name = config.optim.name
         self._explained: Callable[[], AbstractContextManager[None]] = nullcontext
         if user_code.is_own(name) or config.callbacks:
             begin = f"optim.name={name}: step or one of its hooks failed with"
             self._explained = partial(user_code.explained, begin)
         self._asks = not (own.skips_updates and skips_on_device(state.optimizer))
-        # else the scaler decides before the hook is called
+        # otherwise, the scaler decides before the hook is called
         state.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def begin_epoch(self) -> None:
-        """Freezes or unfreezes layers for the epoch; all ranks must call it together.
+        """Freezes or unfreezes layers for the epoch; all ranks must call this together.
 
         Frozen parameters get no gradients; norms with frozen statistics run in eval mode.
         """
@@ -124,23 +125,24 @@ class Step:
                 module.training = False
         fill_momentum(state.optimizer)
         if changed:
-            # DDP only hooks parameters trainable when it is built; drop the old wrapper first
+            # DDP only hooks parameters that are trainable when it is built; drop the old wrapper
+            # first
             self.model = network
         if self.world.size > 1 and self.model is network:
-            # keeps DDP from reordering its buckets after the first step, which changes the sums of
-            # more than two ranks, so a resumed run would differ
+            # keeps DDP from reordering its buckets after the first step, which would change the
+            # sums across more than two ranks, so a resumed run would differ
             keeps_order = self.world.device.type == "cpu" and self.world.size > 2
             unused = self.config.dist.find_unused_parameters or keeps_order
             # no device_ids: batches are already on the device
             self.model = DistributedDataParallel(network, find_unused_parameters=unused)
 
     def check_last_batch(self, length: int) -> None:
-        """Raises batch norm's error if the last batch of ``length`` images has one image."""
+        """Raises batch norm's error if the last batch of ``length`` images has only one image."""
         config = self.config
         if config.loader.drop_last or length % config.loader.batch_size != 1:
             return
         network = self.state.network
-        # Shapes only: neither statistics nor random states change.
+        # shapes only: neither statistics nor random states change
         meta = {
             name: tensor.to("meta")
             for name, tensor in chain(network.named_parameters(), network.named_buffers())
@@ -150,19 +152,19 @@ class Step:
             try:
                 functional_call(network, meta, torch.empty(1, 3, side, side, device="meta"))
             except Exception as error:
-                # networks that need values are left to the step
+                # networks that need values are checked by the step itself
                 if "more than 1 value per channel" in words(error):
                     raise
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
-        """Trains on one of an update's ``parts`` batches; the last one applies the update.
+        """Trains on one of the ``parts`` batches in an update; the last one applies the update.
 
         Labels are int64 ``[N]``, or float ``[N, classes]`` if mixed.
         """
         state = self.state
         last = part == parts - 1
         if isinstance(self.model, DistributedDataParallel):
-            # gradients are reduced on the last batch of an update
+            # gradients are reduced only on the last batch of an update
             self.model.require_backward_grad_sync = last
         with self.autocast(), named("forward"):
             where = f"model.name={self.config.model.name}"
@@ -197,15 +199,15 @@ class Step:
     def _before_update(self, optimizer: Any, *_: Any) -> None:
         found = optimizer.found_inf
         self._found_inf.append(found)
-        # syncs with the device; without gradients nothing changes
+        # syncs with the device; without gradients, nothing changes
         if self._asks:
-            # non-fused torch optimizers reject it
+            # torch's non-fused optimizers reject it
             optimizer.found_inf = None
             if found:
                 optimizer.zero_grad()
 
     def _refuse_unused(self, error: RuntimeError, where: str) -> None:
-        """Names the parameters without gradients, which DDP's ``error`` lists by index.
+        """Lists the names of parameters without gradients, which DDP's ``error`` lists by index.
 
         Raises:
             ConfigError: there are such parameters.
@@ -214,21 +216,21 @@ class Step:
             trained = [n for n, p in self.state.network.named_parameters() if p.requires_grad]
             unused = [trained[int(i)] for i in found[1].split()]
             raise ConfigError(
-                f"{where}: parameters not used in the loss: {listed(unused)}; use them, "
+                f"{where}: parameters are not used in the loss: {listed(unused)}; use them, "
                 "delete them, or set dist.find_unused_parameters=true"
             ) from error
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
-        """Returns the training batches of ``feed``: augmented, normalized, mixed."""
+        """Returns the training batches from ``feed``, augmented, normalized and mixed."""
         return device_batches(
             feed, self.config, self.world.device, clock, augment=self._augment, mix=self._mix
         )
 
     @property
     def forward_ms(self) -> float | None:
-        """Median forward time per update, in ms, without waits; reveals a slow rank.
+        """Median forward time per update in ms, without waiting; reveals a slow rank.
 
-        None unless several ranks train on CPUs, uncompiled.
+        None unless several ranks train on CPUs without compilation.
         """
         if not self._passes_s:
             return None
@@ -242,9 +244,9 @@ class Step:
             self._passes_s.append(time.perf_counter() - self._began_s)
 
     def read(self) -> StepFigures:
-        """Returns the figures since the last call.
+        """Returns the metrics since the last call.
 
-        Syncs with the device: call it once per window, not per step.
+        Syncs with the device: call this once per window, not per step.
         """
         count = len(self._losses)
         values = torch.stack([*self._losses, *self._found_inf]).tolist() if count else []
@@ -261,7 +263,7 @@ class Step:
         return StepFigures(statistics.fmean(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:
-        """Drops all unread figures without a device sync."""
+        """Drops all unread metrics without a device sync."""
         self._losses = []
         self._found_inf = []
         self._passes_s.clear()
@@ -285,7 +287,7 @@ def device_batches(
     augment: BatchAugment | None = None,
     mix: Mix | None = None,
 ) -> DataPrefetcher:
-    """Returns the batches of ``feed`` on ``device``; ``clock`` records their copies.
+    """Returns the batches from ``feed`` on ``device``; ``clock`` records their copies.
 
     Training applies ``augment`` before normalization and ``mix`` after it. Evaluation only
     normalizes.

@@ -1,4 +1,4 @@
-"""Reads weights of any trainer, and finds those that match a network."""
+"""Reads weights from any trainer and finds those that match a network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from ..runtime import user_code
 from ..runtime.errors import CheckpointError, listed
 
-# of files mistaken for weights
+# first bytes of files that are mistaken for weights
 _BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with git lfs pull",
     b"PK": "a truncated zip archive; download it again",
     b"<": "a web page; download the file itself",
-    b"\x89HDF": "an HDF5 file, as Keras writes",
+    b"\x89HDF": "an HDF5 file, as written by Keras",
     b"\x08": "an ONNX file",
     b"\x1f\x8b": "gzip-compressed; decompress it with gunzip",
-    b"\x80": "a corrupt pickle, or not written by torch.save; use torch.save",
+    b"\x80": "a pickle that is corrupt or not written by torch.save; use torch.save",
 }
 # names of averaged weights
 _AVERAGE = re.compile(r"(?<![a-z])(ema|swa|averag\w*)(?![a-z])", re.IGNORECASE)
@@ -56,8 +56,8 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
     """Returns the content of a torch or safetensors file; ``others`` allows stand-ins.
 
     Raises:
-        CheckpointError: the file has another format, which is named.
-        Exception: it is corrupt.
+        CheckpointError: the file has another format, which the error specifies.
+        Exception: the file is corrupt.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -77,14 +77,14 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
             raise _pickled(where, "jit.load({})", "a TorchScript archive")
         if not inside or not plain:
             raise CheckpointError(
-                f"{where}: not a checkpoint: a zip archive of {listed(members)}; pass a file "
+                f"{where} is not a checkpoint: a zip archive of {listed(members)}; pass a file "
                 "written by torch.save"
             )
         pickles = [archive.open(inside[0])]
     elif not head.startswith(b"\x80\x02\x8a\n"):
         kinds = [kind for begin, kind in _BEGINNINGS.items() if head.lstrip().startswith(begin)]
         raise CheckpointError(
-            f"{where}: not a checkpoint: "
+            f"{where} is not a checkpoint: "
             + (kinds[0] if kinds else f"begins with {head[:24]!r}" if head else "empty file")
         )
     file.seek(0)
@@ -100,26 +100,26 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
         with torch.serialization.safe_globals(stands):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        # a module in torch's old format
+        # the file is a module in torch's old format
         if "persistent_load" in str(error):
             raise _pickled(where) from error
         raise
 
 
 def _pickled(where: str, how: str = "load({}, weights_only=False)", what: str = "") -> Exception:
-    """Returns the error for a network pickled with its code; ``how`` torch loads it."""
+    """Returns the error for a network pickled with its code; ``how`` is torch's call to load it."""
     code = (
         f"import torch; net = torch.{how.format(repr(where))}; "
         f"torch.save(net.state_dict(), {f'{where}.weights.pth'!r})"
     )
     return CheckpointError(
-        f"{where}: holds {what or 'a pickled network'}, whose code would run; if you trust it, "
+        f"{where} contains {what or 'a pickled network'}, whose code would run; if you trust it, "
         f"extract its weights with python -c {shlex.quote(code)}"
     )
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every leaf of nested dictionaries and sequences."""
+    """Yields the path and value of every leaf in nested dictionaries and sequences."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, dict | list | tuple) and value:
             yield from _leaves(value, f"{prefix}{key}/")
@@ -128,28 +128,28 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _dotted(path: str) -> str:
-    """Returns ``path`` dotted, without the parts that torch.compile, FSDP and others add."""
+    """Returns ``path`` with dots, without the parts added by torch.compile, FSDP and others."""
     return re.sub(r"\b_\w*mod(ule)?\.", "", path).replace("/", ".")
 
 
 def find(
     state: Any, network: nn.Module, where: str, may_differ: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
-    """Returns tensors of ``state`` by the keys of ``network``, and a line on their origin, or "".
+    """Returns tensors in ``state`` by ``network`` key, and a line about their origin or "".
 
-    In ``state`` they may have any prefix and nesting: the prefix with the most network keys wins.
+    In ``state``, they may have any prefix and nesting: the prefix with the most network keys wins.
     An average of all parameters, except those that ``may_differ``, takes precedence. Adjacent
     tensors that the network lacks are returned under their paths.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are no tensors.
     """
     with user_code.explained(f"{where}: cannot be used:", kind=CheckpointError):
         flat = {path.removeprefix("/"): value for path, value in _leaves(state)}
     tensors = {path: value for path, value in flat.items() if isinstance(value, Tensor)}
     own = network.state_dict()
     keys = {_dotted(key): key for key in own}
-    # paths by key, by prefix
+    # path by key, for each prefix
     found: dict[str, dict[str, str]] = {"": {}}
     for path in tensors:
         dotted = _dotted(path)
@@ -182,16 +182,16 @@ def find(
             given[path] = value
     origin = (first.removesuffix(key) or "its top level") + " (moving average)" * bool(averaged)
     more = f"; left out: {listed([*left])}" if left and "" in state else ""
-    # for wellfed's own runs, report only an average
+    # for wellfed's own runs, only an average is reported
     tells = averaged or "" in state
     return given, f"{where}: {len(taken)} tensors from {origin}{more}" if tells else ""
 
 
 def _refuse_modules(flat: dict[str, Any], where: str) -> None:
-    """Rejects a file of pickled networks, or without tensors.
+    """Rejects a file that contains pickled networks or no tensors.
 
     Raises:
-        CheckpointError: with a workaround.
+        CheckpointError: the file is rejected; the error includes a workaround.
     """
     modules = [path for path in flat if "_parameters" in (getattr(flat[path], "state", None) or ())]
     if modules:
@@ -199,4 +199,4 @@ def _refuse_modules(flat: dict[str, Any], where: str) -> None:
         inside = "".join(f"[{name!r}]" for name in best.split("/") if name)
         raise _pickled(where, "load({}, weights_only=False)" + inside)
     if not any(isinstance(value, Tensor) for value in flat.values()):
-        raise CheckpointError(f"{where}: holds no network weights")
+        raise CheckpointError(f"{where} contains no network weights")

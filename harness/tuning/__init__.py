@@ -1,1 +1,1 @@
-"""Tuning measures loader settings before training and chooses the best."""
+"""Measures loader settings before training and chooses the best."""

@@ -1,4 +1,4 @@
-"""Searches loader settings: decides the next trial, when to stop and the choice.
+"""Searches loader settings: decides what to try next, when to stop and which setting to choose.
 
 Searches take measurements with a ``LoaderBenchmark``, which tests replace with a simulated machine.
 ``tuner=auto`` first measures the user's setting: the cost of a sample in its workers and the rate
@@ -24,17 +24,17 @@ from .measures import BUSY, FED, Kind, Model, Rate, Trial, TuningReport, in_flig
 
 # target ratio of supply to demand
 MET = 1.05
-# batches ahead if samples are uneven: of all threads together, and per process
+# batches ahead if samples are uneven: for all threads together, and per process
 _DEEP_THREADS = 16
 _DEEP_PROCESS = 4
-# seconds per measurement; half are the feed's start and warm-up
+# seconds per measurement, half of them for the feed's start and warm-up
 _TAKES_S = {"supply": 1.0, "steps": 1.5}
-# by cost in addition to the workers: processes share no memory
+# ordered by cost in addition to the workers: processes do not share memory
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
-    """Returns a sort key for the machine's cost of a setting.
+    """Returns a sort key for the cost of a setting to the machine.
 
     The key consists of workers, backend, batches in flight and pinned memory.
     """
@@ -43,7 +43,7 @@ def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
-    """Returns the maximum number of workers in a search, apart from the user's own number."""
+    """Returns the maximum number of workers in a search, except for the user's own number."""
     return config.max_workers or min(MOST_THREADS, max(8, 4 * int(limits.cores)))
 
 
@@ -52,13 +52,13 @@ def grid(
 ) -> TuningReport:
     """Searches num_workers x pin_memory like a well-known tutorial, after measuring ``own``.
 
-    For each pin_memory, num_workers is 0, 4, 8, ... up to twice the cores until one is no faster
-    than the best so far; then the three values on each side of that best are tried, and the
-    fastest of all is chosen. Its flaws are kept: it times worker startup and the primed queue
-    together with loading, the page cache favors later trials, it ignores the model's speed and has
-    no statistics. It is the baseline for better searches. (As printed, the tutorial passes
-    ``num_workers`` to the loader only on CUDA machines, and otherwise compares one setting with
-    itself.)
+    For each pin_memory, num_workers is 0, 4, 8, ... up to twice the number of cores, until a value
+    is no faster than the best so far; then the three values on each side of that best value are
+    tried, and the fastest overall is chosen. The tutorial's flaws are kept: it times worker startup
+    and the primed queue together with loading, the page cache favors later trials, and it ignores
+    the model's speed and uses no statistics. It is the baseline for better searches. (As published,
+    the tutorial passes ``num_workers`` to the loader only on CUDA machines, and otherwise compares
+    one setting with itself.)
     """
     trials: dict[FeedSettings, Trial] = {}
 
@@ -80,14 +80,14 @@ def grid(
         for workers in range(0, 2 * max(1, int(lab.limits.cores)) + 1, 4):
             rate = attempt(replace(base, num_workers=workers))
             if rate <= best_rate:
-                # no faster: try the neighbors of the best
+                # no faster: try the neighbors of the best value
                 for near in range(max(0, best - 3), best + 4):
                     attempt(replace(base, num_workers=near))
                 break
             best = workers
             best_rate = rate
     chosen = min(trials.values(), key=lambda trial: (-trial.images_per_s, cost_of(trial.settings)))
-    # if all were refused
+    # if all were rejected
     chosen = chosen if chosen.rate else trials[own]
     return lab.report(
         trials[own],
@@ -104,10 +104,10 @@ class AutoSearch:
 
     Attributes:
         own: the user's settings.
-        config: the budget and the most workers.
-        images_left: images this rank has yet to train on.
+        config: the budget and the maximum number of workers.
+        images_left: images that this rank has yet to train on.
         begin_s: when tuning began, on the lab's clock.
-        complete: whether the budget sufficed for all measurements.
+        complete: whether the budget was sufficient for all measurements.
     """
 
     lab: LoaderBenchmark
@@ -124,7 +124,7 @@ class AutoSearch:
         probe = self._probe()
         if probe.refused:
             log.warning("the loader could not be tuned: %s", probe.refused)
-            # a setting that did not even run does not fit
+            # if no setting even ran, the user's does not fit
             ran = any(trial.seconds for trial in lab.trials)
             chosen = own if ran else replace(own, num_workers=0)
             why = "No setting could be measured"
@@ -136,10 +136,10 @@ class AutoSearch:
         self.takes = self.demand.images_per_s
         budget_s = self.config.budget_s
         if budget_s is None:
-            # five seconds or seven steps, four of them for demand; at most a tenth of the rest
+            # five seconds or seven steps, four of them for demand; at most a tenth of the time left
             rest_s = self.images_left / min(self.takes, probe.images_per_s)
             budget_s = min(max(5.0, 7 * own.batch_size / self.takes), 0.1 * rest_s)
-        # the first step's extra time is not counted: training pays it anyway
+        # the first step's extra time is not counted, because training has to spend it anyway
         self._left_s = lab.ranks.agreed(budget_s + lab.first_s - (lab.now() - self.begin_s))
         self.pin = lab.pays_to_pin(own)
         self.backend = probe.settings.backend
@@ -153,21 +153,21 @@ class AutoSearch:
             self._side(own),
             after,
             search="auto",
-            # a loader may have delivered more than steps on one batch consumed
+            # a loader may have delivered more than the steps on one batch consumed
             demand=max(self.demand, after.rate or self.demand),
             reason=self._reason(chosen),
             complete=self.complete,
         )
 
     def _probe(self) -> Trial:
-        """Measures the user's setting, else one worker; returns the first success or the last."""
+        """Measures the user's setting or else one worker; returns the first success or last try."""
         own = self.own
         trials = self.lab.trials
         modest = replace(own, num_workers=1, prefetch_factor=1)
         others = [replace(modest, backend=name) for name in self.lab.probes.backends]
         first = replace(own, num_workers=own.num_workers or 1)
         for settings in dict.fromkeys((first, modest, *others)):
-            # hung threads cannot be killed: none are tried after workers that died or hung
+            # hung threads cannot be killed, so none are tried after workers have died or hung
             if settings.backend != own.backend and any(trial.seconds for trial in trials):
                 break
             if self.lab.attempt(settings, "supply", 0.5).rate:
@@ -177,16 +177,16 @@ class AutoSearch:
     def _cheapest(self, probed: FeedSettings) -> FeedSettings:
         """Searches; returns the cheapest setting that delivers as much as the best."""
         have = self.have
-        # the loader alone may suffice, yet the cores be too few for both
+        # the loader alone may suffice, yet there may be too few cores for both
         if self._supply(have) >= FED * self.takes or self.backend == ARRAYS:
             self._measure(have, "steps")
         if not self._is_fed(have):
             cost = self.models[self.backend].cost
-            # if samples wait for storage or the interpreter, a single worker may take less time
+            # if samples wait for storage or the interpreter, a single worker may be faster
             if cost.cpu_s < 0.8 * cost.wall_s and probed.num_workers > 1:
                 self._measure(self._made(self.backend, 1), "supply")
             self._search()
-        # rule 5: fewer workers, unless these would only get less CPU time
+        # rule 5: fewer workers, unless they would only get less CPU time
         chosen = self._best()
         model = self.models.get(chosen.backend)
         if model and not model.is_crowded and chosen.num_workers > 1:
@@ -211,19 +211,19 @@ class AutoSearch:
             self._measure(more, "supply", beside=beside)
         for backend in reversed(self.lab.probes.backends):
             best = self._best()
-            # a backend must not win because its trial takes less time
+            # a backend must not win just because its trial takes less time
             if self._is_fed(best) or not self.complete:
                 return
-            # processes also spend CPU time on handing over batches
+            # processes also spend CPU time handing over batches
             full = self._got(best) >= BUSY * self.models[self.backend].roofline
             if backend != self.backend and not (backend == PROCESSES and full):
                 self._measure(self._wanted(backend), "supply", beside=backend != PROCESSES)
 
     def _outlasting(self) -> FeedSettings:
-        """Returns a queue that outlasts a few slow samples, too rare for a trial (rule 6)."""
+        """Returns a setting whose queue outlasts slow samples too rare for a trial (rule 6)."""
         have = self.have
-        # a queue of K batches is empty for less than (D / S)^K of the time, if their times vary
-        # like exponential ones
+        # a queue of K batches is empty for less than (D / S)^K of the time if batch times are
+        # exponentially distributed
         ratio = self.takes / max(self._supply(have), self.takes)
         if ratio ** in_flight(have) <= 1 - FED:
             return have
@@ -249,12 +249,12 @@ class AutoSearch:
         Args:
             settings: the setting to measure.
             kind: loading only, or real steps.
-            beside: also run real steps if loading only makes it the best.
+            beside: also run real steps if loading alone makes it the best.
             again: repeat an existing measurement.
 
         Returns whether it was measured.
         """
-        # long steps are not slowed by what they share with threads
+        # long steps are not slowed by sharing the interpreter with threads
         beside = beside and not self._steps_are_long
         if beside and not self._has_time(kind, "steps"):
             return False
@@ -267,7 +267,7 @@ class AutoSearch:
         return can_be
 
     def _has_time(self, *kinds: str) -> bool:
-        """Returns whether these measurements fit the budget; if not, marks it incomplete."""
+        """Returns whether these measurements fit the budget; if not, marks tuning incomplete."""
         is_left: bool = self._left_s >= sum(_TAKES_S[kind] for kind in kinds)
         self.complete &= is_left
         return is_left
@@ -277,11 +277,11 @@ class AutoSearch:
         return failed or self.lab.unfit(settings) is not None
 
     def _made(self, backend: str, workers: int) -> FeedSettings:
-        """Returns the user's settings with another backend and as many workers as allowed and fit.
+        """Returns the user's settings with another backend and ``workers`` workers.
 
-        Batches are pinned if that pays.
+        There are fewer if so many are not allowed or do not fit. Batches are pinned if that pays.
         """
-        # settings refused before they ran are left to ``unfit``
+        # settings rejected before they ran are left to ``unfit``
         failed = [
             trial.settings.num_workers - 1
             for trial in self.lab.trials
@@ -299,25 +299,25 @@ class AutoSearch:
         return settings
 
     def _wanted(self, backend: str) -> FeedSettings:
-        """Returns the setting that meets demand by the model, or else fills the cores."""
+        """Returns the setting that meets demand according to the model, or else fills the cores."""
         model = self.models[self.backend]
         return self._made(backend, model.workers_for(min(MET * self.takes, model.roofline)))
 
     # Conclusions
 
     def _seen(self, kind: Kind) -> dict[FeedSettings, Trial]:
-        """Returns the best measurement of each setting."""
+        """Returns the best measurement for each setting."""
         trials = sorted(self.lab.trials, key=lambda trial: trial.images_per_s)
         return {trial.settings: trial for trial in trials if trial.kind == kind and trial.rate}
 
     def _supply(self, settings: FeedSettings) -> float:
-        """Returns loader-only images/s; if not measured, images/s of steps."""
+        """Returns loader-only images/s or, if not measured, images/s with steps."""
         alone = self._seen("supply").get(settings)
         return alone.images_per_s if alone else self._got(settings)
 
     @property
     def models(self) -> dict[str, Model]:
-        """The model of each backend, from its shortest sample time."""
+        """The model for each backend, based on its shortest sample time."""
         found = [
             (each.settings.backend, self.lab.model(self.takes, self.step_cpu_s, each))
             for each in self.lab.trials
@@ -333,7 +333,7 @@ class AutoSearch:
         return deviation_s > max(0.3 * size * cost.wall_s, 0.01)
 
     def _side(self, settings: FeedSettings) -> Trial:
-        """Returns the rate of real steps: measured, else by model and loader-only rate."""
+        """Returns the rate of real steps, measured or else from the model and loader-only rate."""
         steps = self._seen("steps")
         if run := steps.get(settings):
             return run
@@ -345,10 +345,10 @@ class AutoSearch:
             bounds.append(alone.images_per_s)
         for tried, trial in steps.items():
             if tried.backend == settings.backend:
-                # the steps' pace beside this backend without waits; if waits are longer, the
-                # steps are too short to show it
+                # the steps' rate with this backend without waits; with longer waits, the steps are
+                # too short to show it
                 bounds.append(trial.images_per_s / (1 - min(0.9, trial.wait_fraction or 0.0)))
-                # fewer workers deliver no more
+                # fewer workers do not deliver more
                 if settings.num_workers <= tried.num_workers:
                     bounds.append(trial.images_per_s)
         rate = min(bounds)
@@ -369,8 +369,8 @@ class AutoSearch:
     def _best(self, *, unseen: bool = False) -> FeedSettings:
         """Returns the cheapest measured setting that delivers as much as the best (rule 1).
 
-        Settings that cost more than the one to beat must deliver more. Threads and arrays in place
-        of another backend count only if measured with steps, unless ``unseen``.
+        Settings that cost more than the one to beat must deliver more. Threads and arrays that
+        replace another backend count only if measured with steps, unless ``unseen``.
         """
         have = self.have
         steps = self._seen("steps")

@@ -1,6 +1,6 @@
-"""Measures loader settings: loader-only throughput, and the rate of real steps.
+"""Measures loader settings: loader-only throughput and the rate of real steps.
 
-All ranks measure together. A failure becomes a refusal with its symptom.
+All ranks measure together. If a setting fails, it is rejected and the symptom is recorded.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _BLOCKS = 10
 
 
 class Needs(NamedTuple):
-    """The peak resource use of a feed.
+    """A feed's peak resource use.
 
     Attributes:
         shm: bytes of shared memory, included in ``memory``.
-        memory: bytes in total.
+        memory: total bytes of memory.
         open_files: number of open files.
     """
 
@@ -61,15 +61,16 @@ NONE = Needs()
 
 @dataclass(slots=True)
 class Supply:
-    """The throughput of a loader without a consumer, counted sample by sample in its workers.
+    """A loader's throughput without a consumer, counted sample by sample in its workers.
 
     Attributes:
         settings: the loader's settings.
         skip: batches to leave out, in addition to those that fill the queue.
         batches: number of batches received.
         last: the latest batch, lent by its feed.
-        worker_bytes: private memory of one worker; 0 without workers.
-        points: the window: time, this process's CPU seconds, and the workers' work so far.
+        worker_bytes: one worker's private memory; 0 without workers.
+        points: the window's readings: time, this process's CPU seconds, and the workers' work so
+            far.
     """
 
     settings: FeedSettings
@@ -87,12 +88,12 @@ class Supply:
             self._moved = min(self._moved, at)
         # earlier samples filled the queue and do not measure the feed's speed
         is_full = self.batches > self.skip + in_flight(self.settings)
-        # a queue that does not fill is not waited for
+        # do not wait for a queue that does not fill
         if self.points or is_full or at - self._moved >= 0.3:
             self.points.append((at, cpu_s, *work))
 
     def is_known(self, limit_s: float) -> bool:
-        """Whether the window has lasted ``limit_s``, or three times that with uneven samples."""
+        """Whether the window has lasted ``limit_s``, or three times that if samples are uneven."""
         if len(self.points) < 3 or not self.images:
             return False
         factor = 3 if self.rate.half_width > 0.2 else 1
@@ -105,14 +106,14 @@ class Supply:
 
     @property
     def rate(self) -> Rate:
-        """Images/s over the window, with the interval of ten or more blocks."""
+        """Images/s over the window, with an interval from ten or more blocks."""
         stride = max(1, len(self.points) // _BLOCKS)
         seconds, _, images, *_ = np.diff(self.points[::-stride], axis=0).T
         return Rate.of(-images, -seconds)
 
     @property
     def cost(self) -> SampleCost:
-        """The cost of one sample of the window."""
+        """The cost of one sample in the window."""
         each = np.subtract(self.points[-1], self.points[0]) / self.images
         _, receive_s, _, _, wall_s, square_s2, made_s = each.tolist()
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:
@@ -127,15 +128,15 @@ class LoaderBenchmark:
     """Measures settings for one dataset and one step.
 
     Attributes:
-        worker_bytes: private memory of a worker, the last probe's maximum over the ranks; assumed
-            until then.
-        batch: a copy of a batch of the dataset, once one has been received.
-        first_s: extra seconds of first steps, which training pays anyway.
-        launch_s: the step's, as in ``StepRun``.
-        trials: all settings measured or refused, in order.
+        worker_bytes: a worker's private memory, the last probe's maximum across ranks; an assumed
+            value until then.
+        batch: a copy of a batch from the dataset, once one has been received.
+        first_s: extra seconds for first steps, which training has to spend anyway.
+        launch_s: the step's launch time, as in ``StepRun``.
+        trials: all settings measured or rejected, in order.
         tell: called with a table row for each trial.
-        warm: whether loader-only trials repeat the samples that were seen.
-        meter: of the latest feed that was measured alone.
+        warm: whether loader-only trials repeat samples that have already been loaded.
+        meter: the meter of the latest feed that was measured alone.
     """
 
     probes: Probes
@@ -156,11 +157,11 @@ class LoaderBenchmark:
 
         Args:
             settings: the loader's settings.
-            kind: as in ``Trial``; "passes": loading as the tutorial times it, including startup.
+            kind: as in ``Trial``; "passes" times loading as the tutorial does, including startup.
             limit_s: duration of the measurement.
 
         Raises:
-            BadSample: a sample cannot be read, with any setting.
+            BadSample: a sample cannot be read with any setting.
         """
         trial = self.measured(settings, kind, limit_s)
         self.trials.append(trial)
@@ -174,7 +175,7 @@ class LoaderBenchmark:
             return replace(trial, refused=refused)
         begin = self.now()
         bad: BadSample | None = None
-        # a hung worker is refused within a minute, even if the user's timeout is longer
+        # a hung worker is rejected within a minute, even if the user's timeout is longer
         patient = replace(settings, timeout_s=min(settings.timeout_s or 60.0, 60.0))
         measure = {"supply": self._supply, "steps": self._steps, "passes": self._passes}[kind]
         try:
@@ -199,12 +200,12 @@ class LoaderBenchmark:
         limit_s: float,
         rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical,
     ) -> tuple[Rate, float]:
-        """Returns images/s of the step on the slowest rank, and its CPU seconds per image.
+        """Returns the step's images/s on the slowest rank and its CPU seconds per image.
 
-        The default rate is the median step's, which slow steps of a busy machine do not affect;
-        ``Rate.of`` includes them. Requires a batch from an earlier supply probe.
+        The default rate is the median step's, which is not affected by slow steps on a busy
+        machine; ``Rate.of`` includes them. Requires a batch from an earlier supply probe.
         """
-        assert self.batch is not None, "a supply probe comes first"
+        assert self.batch is not None, "a supply probe must come first"
         run = self.trainee.demand(self.batch, limit_s)
         self.first_s += run.first_s
         self.launch_s = -self.ranks.smallest(-run.launch_s)
@@ -213,7 +214,7 @@ class LoaderBenchmark:
         return slowest
 
     def model(self, demand: float, step_cpu_s: float, trial: Trial) -> Model:
-        """Returns the throughput model for the cost of a sample in ``trial``."""
+        """Returns the throughput model for the sample cost in ``trial``."""
         assert trial.cost is not None
         cores = self.limits.cores
         return Model(
@@ -230,9 +231,9 @@ class LoaderBenchmark:
         return accelerator.get(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
-        """Returns whether pinned batches fit and reach the device 5% sooner on every rank."""
+        """Returns whether pinned batches fit and reach the device 5% faster on every rank."""
         copies_s = None
-        # pinning may still fail for lack of memory
+        # pinning may still fail due to lack of memory
         with suppress(RuntimeError):
             if self.refusal(replace(own, pin_memory=True)) is None:
                 copies_s = self.copies_s()
@@ -241,8 +242,8 @@ class LoaderBenchmark:
     def copies_s(self) -> tuple[float, float] | None:
         """Returns the median seconds to copy a batch from pageable and from pinned memory.
 
-        Copies alternate, and the host waits for each. None if the device has no streams or there is
-        no batch.
+        The two kinds of copies alternate, and the host waits for each. Returns None if the device
+        has no streams or there is no batch.
 
         Raises:
             RuntimeError: memory cannot be pinned.
@@ -257,31 +258,31 @@ class LoaderBenchmark:
             own.copy(source)
             own.synchronize()
             taken_s.append(own.now() - begin)
-        # the first two of each warm up
+        # the first two copies of each kind are for warm-up
         return median(taken_s[4::2]), median(taken_s[5::2])
 
     def needs(self, settings: FeedSettings) -> Needs:
         """Returns the resources that a feed uses if its consumer stalls.
 
-        These are the workers' private memory, the images that it holds, and the batches in flight,
-        all pinned; batches of unknown size are left out.
+        These are the workers' private memory, the images that the feed holds, and the batches in
+        flight, all pinned; batches of unknown size are left out.
         """
         workers = settings.num_workers
         size = self.probes.batch_bytes(settings) or 0
         pinned = labels = 0
         if size and settings.pin_memory:
-            # torch pins images and labels in a power of two each; indices are not pinned
+            # torch pins images and labels in blocks of a power of two each; indices are not pinned
             labels = 8 * settings.batch_size
             pinned = 1 << (max(1, size - 2 * labels) - 1).bit_length()
             labels = 1 << (labels - 1).bit_length()
             pinned += labels
-        # in addition to the queue: one being made or moved, one handed over, one in use
+        # in addition to the queue: one being made or moved, one being handed over, one in use
         batches = settings.batches_ahead + 3
         if settings.backend == THREADS:
-            # labels of the previous batch, too
+            # the previous batch's labels, too
             return Needs(memory=batches * (pinned or size) + labels)
         held = workers * self.worker_bytes + self.probes.held_bytes(settings)
-        # a batch has two files each for images, labels and indices; a worker has pipes and queues
+        # a batch has two files each for images, labels and indices; workers have pipes and queues
         return Needs(
             shm=batches * size if workers else 0,
             memory=batches * (size + pinned) + held,
@@ -289,9 +290,9 @@ class LoaderBenchmark:
         )
 
     def refusal(self, settings: FeedSettings, beside: Needs = NONE) -> str | None:
-        """Returns why ``settings`` cannot fit on this rank, or None.
+        """Returns why ``settings`` cannot fit on this rank, or None if they can.
 
-        Another feed uses ``beside``, which the text does not show.
+        Another feed uses ``beside``, which the text does not include.
         """
         limits = self.limits
         for what, asked, taken, free, kept, told in zip(
@@ -299,7 +300,7 @@ class LoaderBenchmark:
             self.needs(settings),
             beside,
             (limits.shm_bytes, limits.memory_bytes, limits.open_files - limits.files_open),
-            # reserve for all that is not counted; of files for logs, checkpoints and libraries
+            # reserve for everything not counted; for files: logs, checkpoints and libraries
             ((limits.shm_bytes or 0) / 5, limits.memory_bytes / 5, 64),
             (shown, shown, str),
             strict=True,
@@ -312,18 +313,18 @@ class LoaderBenchmark:
         return None
 
     def unfit(self, settings: FeedSettings) -> str | None:
-        """Returns why ``settings`` cannot fit on all ranks, or None."""
+        """Returns why ``settings`` cannot fit on all ranks, or None if they can."""
         return next(filter(None, self.ranks.gathered(self.refusal(settings))), None)
 
     def val_beside(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings, with as many workers as fit beside ``train``."""
+        """Returns the validation feed's settings, with as many workers as fit next to ``train``."""
         val = self.probes.val_settings(train)
         while val.num_workers and self.refusal(val, self.needs(train)):
             val = replace(val, num_workers=val.num_workers - 1)
         return val
 
     def report(self, before: Trial, after: Trial, **found: Any) -> TuningReport:
-        """Returns the report of a search, with all its trials."""
+        """Returns the report on a search, with all its trials."""
         size = self.ranks.size
         before, after = (
             replace(side, memory_bytes=self.needs(side.settings).memory) for side in (before, after)
@@ -334,7 +335,7 @@ class LoaderBenchmark:
             val=self.ranks.agreed(self.val_beside(after.settings)),
             trials=tuple(self.trials),
             limits=self.limits,
-            notes=(f"images/s are those of the slowest of {size} ranks",) * (size > 1),
+            notes=(f"images/s are for the slowest of {size} ranks",) * (size > 1),
             worker_bytes=self.worker_bytes,
             **found,
         )
@@ -343,7 +344,7 @@ class LoaderBenchmark:
         """Drains ``feed`` at full speed, counts samples in its workers, and closes it.
 
         A worker's batches may take seconds each and arrive in bursts, so counting batches here
-        would need a long time. The window opens after ``skip`` batches, when every worker has made
+        would take a long time. The window opens after ``skip`` batches, when every worker has made
         progress and the queue is full. It closes after ``limit_s``, or three times that if the
         interval exceeds 20% (uneven samples), but not before the first batch. The clock is read
         before workers are stopped. All ranks stop together.
@@ -375,10 +376,10 @@ class LoaderBenchmark:
                     # notify all ranks before raising
                     self.ranks.smallest(-1.0)
                     raise
-                # every rank gets here equally often, whatever its own feed does
+                # every rank gets here the same number of times, whatever its own feed does
                 agreed = self.ranks.smallest(float(is_over))
             if agreed < 0:
-                raise LoaderError("refused on another rank")
+                raise LoaderError("failed on another rank")
             self.meter = feed.meter
             if feed.worker_pids:
                 with suppress(psutil.Error):
@@ -390,7 +391,7 @@ class LoaderBenchmark:
         return supply
 
     def _supply(self, settings: FeedSettings, limit_s: float) -> Trial:
-        # samples that have loaded before: none can hang this process
+        # use samples that have loaded before, so that none can hang this process
         cursor = self.probes.cursor
         seen = len(cursor.seen)
         again = settings.num_workers == 0 and seen > 0
@@ -403,14 +404,14 @@ class LoaderBenchmark:
         return Trial(settings, "supply", found.rate, cost=found.cost)
 
     def _steps(self, settings: FeedSettings, limit_s: float) -> Trial:
-        # without workers, samples that a worker has loaded: none can hang this process
+        # without workers, use samples that a worker has loaded, so that none can hang this process
         again = settings.num_workers == 0
         with closing(self.probes.probe(settings, again=again)) as feed:
             run = self.trainee.deliver(feed, in_flight(settings), limit_s)
         count = len(run.images)
         if count == 0:
-            raise LoaderError("refused on another rank")
-        # an interval of ten blocks, each at least one burst: a batch per process
+            raise LoaderError("failed on another rank")
+        # the interval is from ten blocks, each at least one burst: a batch per process
         burst = settings.num_workers if settings.backend == PROCESSES else 1
         block = max(1, math.ceil(count / _BLOCKS), min(burst, count // 2))
         blocks = range(count % block, count, block)

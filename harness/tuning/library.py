@@ -1,4 +1,4 @@
-"""Tunes the ``DataLoader`` of the user's own training loop: ``wellfed.tune``."""
+"""Tunes the ``DataLoader`` in the user's own training loop: ``wellfed.tune``."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ def tune(
     start_method: str | None = None,
     config: TunerConfig | None = None,
 ) -> TuningReport:
-    """Chooses the fewest workers that keep up: ``DataLoader(**report.loader_arguments)``.
+    """Chooses the fewest workers that keep up; use ``DataLoader(**report.loader_arguments)``.
 
     This takes about five seconds before training. Learning rates are 0 during this time. Everything
-    in ``state`` and the random states are restored afterwards.
+    in ``state`` and the random states are restored afterward.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` or ``__getitems__``.
-        step: trains on one batch, as the loader returns it.
+        step: trains on one batch as returned by the loader.
         batch_size: samples per batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: the step's device; None: that of the first network in ``state``.
+        device: the step's device; None means that of the first network in ``state``.
         collate_fn: as in ``DataLoader``.
         worker_init_fn: as in ``DataLoader``.
         num_workers: the loop's current setting; the choice is not slower.
-        start_method: how workers start; None: Python's default.
-        config: budget and most workers; None: the defaults.
+        start_method: how workers start; None means Python's default.
+        config: the budget and the maximum number of workers; None means the defaults.
 
     Raises:
         BadSample: the dataset raised an error.
-        RuntimeError: several ranks are running.
+        RuntimeError: multiple ranks are running.
         TypeError: the dataset is not map-style, or a part of ``state`` cannot be restored.
         ValueError: the dataset has fewer than ``batch_size`` samples, or steps on ``device``
             cannot be timed.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
+        raise TypeError("dataset is not map-style; tune() needs __len__ and __getitem__")
     if not 1 <= batch_size <= len(dataset):
-        raise ValueError(f"batch_size={batch_size}: choose 1 to {len(dataset)}, all samples")
+        raise ValueError(f"batch_size={batch_size}: choose 1 to {len(dataset)} (all samples)")
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; broadcast its result to all ranks")
@@ -94,7 +94,7 @@ def tune(
 
 @dataclass
 class _Probes(Probes):
-    """Feeds over the caller's dataset.
+    """Makes feeds over the caller's dataset.
 
     ``last`` is the latest batch, as returned by ``collate_fn``.
     """
@@ -136,7 +136,7 @@ class _Feed(ProcessFeed):
         except Exception as error:
             text = f"{type(error).__name__}: {words(error)}".strip()
             if self.settings.num_workers:
-                # without the prefix it is PyTorch's: a worker died or timed out
+                # without the prefix, it is PyTorch's own error: a worker died or timed out
                 if not words(error).startswith("Caught "):
                     raise
                 # the dataset's message follows its traceback
@@ -160,7 +160,7 @@ class _Feed(ProcessFeed):
 
 @dataclass(eq=False)
 class _Timed(Dataset[Any]):
-    """The caller's dataset, with its samples timed by ``meter``."""
+    """The caller's dataset, whose samples are timed by ``meter``."""
 
     dataset: Any
     meter: StageMeter
@@ -203,7 +203,7 @@ class _LoopBenchmark(StepBenchmark):
     def repeated(self, batch: HostBatch) -> Batches:
         own = self._own
         while True:
-            # pinned if the device has a use for it
+            # pinned if the device can use pinned memory
             copied = tree_map_only(
                 Tensor, lambda tensor: own.pin(tensor.clone()), self._probes.last
             )
@@ -213,7 +213,7 @@ class _LoopBenchmark(StepBenchmark):
         lead = HostLeadLimiter(self._own, clock) if self.overlaps else None
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
             while True:
-                # or the budget would end before the device has begun
+                # otherwise, the budget would end before the device has begun
                 if lead:
                     lead.hold()
                 labels = next(batches).labels

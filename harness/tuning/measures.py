@@ -1,6 +1,6 @@
 """Defines tuning's measurements, the throughput model and the tuning report.
 
-The diagnosis uses the model, too. Its laws are in ``harness.clock.stages``.
+The diagnosis also uses the model. The model's laws are in ``harness.clock.stages``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..monitor.console import aligned
 from ..monitor.writer import RunWriter, plain, publish
 from ..runtime.limits import Limits
 
-# Student's t of a 95% interval for 1, 2, ... degrees of freedom; nearly constant after the last
+# Student's t for a 95% interval with 1, 2, ... degrees of freedom; nearly constant after the last
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-# fraction of the mean: with 30% errors, no waiting and waiting half of the time look alike, as
-# (1 - 0.3) / (1 + 0.3) is 0.54
+# fraction of the mean: with 30% errors, no waiting and waiting half of the time look alike,
+# because (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
-# fraction of the cores above which workers and step slow each other
+# fraction of the cores above which workers and the step slow each other down
 BUSY = 0.8
-# ratio of delivered to demand above which there is nothing to gain
+# ratio of delivered rate to demand above which there is nothing to gain
 FED = 0.95
 
 Kind = Literal["supply", "steps", "passes"]
@@ -37,7 +37,7 @@ Kind = Literal["supply", "steps", "passes"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rate:
-    """Images per second: the mean and its 95% interval; ordered by the mean."""
+    """Images per second: the mean and its 95% interval; rates are ordered by the mean."""
 
     images_per_s: float
     low: float
@@ -45,10 +45,10 @@ class Rate:
 
     @classmethod
     def of(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
-        """Returns the mean rate of blocks of ``images`` that took ``seconds``.
+        """Returns the mean rate for blocks with ``images`` images that took ``seconds`` seconds.
 
-        The mean is total over total. The interval is Student's over the blocks' residuals (a ratio
-        estimator); for a single block it has no upper end.
+        The mean is total images over total seconds. The interval is Student's, over the blocks'
+        residuals (a ratio estimator); for a single block, it has no upper end.
         """
         count = np.asarray(images, float)
         spent = np.asarray(seconds, float)
@@ -67,7 +67,7 @@ class Rate:
 
     @classmethod
     def typical(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
-        """Returns the median block's rate, robust to a few slow blocks.
+        """Returns the median block's rate, which is robust to a few slow blocks.
 
         The interval is from order statistics.
         """
@@ -78,7 +78,7 @@ class Rate:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval, as a fraction of the mean."""
+        """Half the interval, as a fraction of the mean."""
         return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
 
     @property
@@ -104,8 +104,8 @@ class SampleCost:
     Attributes:
         wall_s: seconds in a worker, or in this process without workers.
         cpu_s: CPU seconds within ``wall_s``.
-        variation: standard deviation of ``wall_s`` over its mean.
-        receive_s: CPU seconds of the process that takes the batches, excluding those for making
+        variation: standard deviation of ``wall_s`` divided by its mean.
+        receive_s: CPU seconds in the process that takes the batches, excluding those for making
             samples in it.
     """
 
@@ -120,14 +120,14 @@ class Trial:
     """The result for one setting.
 
     Attributes:
-        kind: "supply": the loader without a consumer; "steps": the loader with real training
+        kind: "supply" for the loader without a consumer, "steps" for the loader with real training
             steps.
-        rate: images/s of the slowest rank; None if refused.
-        seconds: duration of the trial, including the start and end of workers.
+        rate: images/s on the slowest rank; None if the setting was rejected.
+        seconds: duration of the trial, including starting and ending workers.
         wait_fraction: fraction of time that steps waited for data ("steps" only).
         cost: cost of one sample in a worker.
-        refused: why the setting cannot be used, or None.
-        memory_bytes: the workers' private memory and the batches in flight; None: not computed.
+        refused: why the setting cannot be used, or None if it can.
+        memory_bytes: the workers' private memory and the batches in flight; None if not computed.
     """
 
     settings: FeedSettings
@@ -141,12 +141,12 @@ class Trial:
 
     @property
     def images_per_s(self) -> float:
-        """The mean rate; 0 if the setting was refused."""
+        """The mean rate; 0 if the setting was rejected."""
         return self.rate.images_per_s if self.rate else 0.0
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of a table: measurement, images/s, waiting, seconds, setting."""
+        """The cells in a table row: measurement, images/s, waiting, seconds, setting."""
         waiting = "-" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
         why = f": {self.refused}" if self.refused else ""
         return (
@@ -160,15 +160,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The throughput of one backend.
+    """The throughput model for one backend.
 
     Attributes:
-        demand: images/s of the step on a preloaded batch.
+        demand: images/s for the step on a preloaded batch.
         cost: cost of one sample in a worker with a core to itself.
         cores: cores that one rank may use.
-        step_cpu_s: CPU seconds of the step per image.
-        alone_s: seconds per image that a process without workers spends on the step and cannot
-            load.
+        step_cpu_s: the step's CPU seconds per image.
+        alone_s: seconds per image during which a process without workers is busy with the step and
+            cannot load.
     """
 
     demand: float
@@ -179,17 +179,17 @@ class Model:
 
     @property
     def roofline(self) -> float:
-        """Images/s at which loading, receiving and the step together fill all cores."""
+        """Images/s at which loading, receiving and the step together use all cores."""
         return roofline(self.cores, self.cost.cpu_s, self.cost.receive_s, self.step_cpu_s)
 
     @property
     def reachable(self) -> float:
-        """The most images/s that any number of workers can deliver to the steps."""
+        """The maximum images/s that any number of workers can deliver to the steps."""
         return min(self.demand, self.roofline)
 
     @property
     def is_crowded(self) -> bool:
-        """Whether loading beside the step needs nearly all cores."""
+        """Whether loading and the step together need nearly all cores."""
         return self.reachable > BUSY * self.roofline
 
     def delivered(self, workers: int) -> float:
@@ -206,7 +206,7 @@ class Model:
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
     """Returns ``cost`` without the time that busy workers took from each other.
 
-    Workers do this if there are more of them than cores.
+    Workers do this if there are more workers than cores.
     """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost
@@ -216,13 +216,13 @@ def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
 def in_flight(settings: FeedSettings) -> int:
     """Returns the number of batches finished or in progress before one is taken.
 
-    Each process makes its own batch; threads make one together.
+    Each process makes its own batch; threads make one batch together.
     """
     return settings.batches_ahead + (settings.backend == THREADS and settings.num_workers > 0)
 
 
 class Probes(Protocol):
-    """Makes the feeds that tuning measures; by default only of processes.
+    """Makes the feeds that tuning measures; by default, only feeds with processes.
 
     Attributes:
         cursor: the position in the samples, updated after each probe.
@@ -236,14 +236,14 @@ class Probes(Protocol):
         return (PROCESSES,)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
-        """Returns the bytes of one batch's tensors; None if unknown before one is loaded."""
+        """Returns the bytes in one batch's tensors; None if unknown before a batch is loaded."""
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Returns the bytes that feeds of ``settings`` hold in addition to their batches."""
+        """Returns the bytes that feeds with ``settings`` hold in addition to their batches."""
         return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings beside a training feed with ``train``."""
+        """Returns the validation feed's settings alongside a training feed with ``train``."""
         return train
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
@@ -255,20 +255,20 @@ class Probes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningReport:
-    """The measurements and the choice of a search.
+    """The measurements and the choice from a search.
 
     Attributes:
         search: auto or grid.
-        before: the user's own settings.
-        after: the choice.
+        before: the result for the user's own settings.
+        after: the result for the choice.
         val: the choice for the validation feed.
-        demand: images/s of the step, as estimated by the search; None if not measured.
+        demand: the step's images/s, as estimated by the search; None if not measured.
         reason: why this choice, in sentences without the last period.
         complete: False if the budget ended the search.
-        trials: all settings measured or refused, in order.
-        limits: the resources a rank may use.
+        trials: all settings measured or rejected, in order.
+        limits: the resources that a rank may use.
         notes: further notes for the user, one sentence each.
-        worker_bytes: private memory of one worker.
+        worker_bytes: one worker's private memory.
         seconds: duration of tuning in this run.
         reused: whether the result is from an earlier run.
         others_cores: cores that other programs used during measurements; None if they did not
@@ -303,7 +303,7 @@ class TuningReport:
 
     @property
     def sentence(self) -> str:
-        """The model's throughput, the throughput of settings, and the reason for the choice."""
+        """The model's throughput, the settings' throughput, and the reason for the choice."""
         before = self.before
         after = self.after
         if not (self.ceiling and after.rate):
@@ -313,14 +313,14 @@ class TuningReport:
         if after.settings != before.settings:
             return f"{rates}, {after.rate} with {after.settings}. {self.reason}."
         if FED * self.ceiling <= 1:
-            found = "possible" if self.others_cores is None else "found beside other programs"
+            found = "possible" if self.others_cores is None else "found alongside other programs"
             bound = f"upper bound {self.ceiling:.1f}x"
             return f"No speedup {found} ({bound}). {rates}. {self.reason}."
         return f"{rates}, which is kept. {self.reason}."
 
     @property
     def override(self) -> str:
-        """The command-line arguments that give this choice without tuning."""
+        """The command-line arguments that produce this choice without tuning."""
         train = self.settings
         names = ["backend", "pin_memory", *_OF_WORKERS]
         if train.backend == ARRAYS:
@@ -328,7 +328,7 @@ class TuningReport:
         if train.backend == THREADS:
             names.remove("persistent_workers")
         words = {name: getattr(train, name) for name in names}
-        # the validation feed's follow from these, unless they had to be lower
+        # the validation feed's settings follow from these, unless they had to be lower
         derived = {
             "batch_size": train.batch_size,
             "num_workers": train.num_workers,
@@ -345,11 +345,11 @@ class TuningReport:
 
     @property
     def loader_arguments(self) -> dict[str, Any]:
-        """The choice as keyword arguments of ``torch.utils.data.DataLoader``."""
+        """The choice as keyword arguments for ``torch.utils.data.DataLoader``."""
         own = self.settings
         names = ("batch_size", "pin_memory", *_OF_WORKERS)
         found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-        # the first is Python's default
+        # the first method is Python's default
         if own.num_workers and own.start_method != get_all_start_methods()[0]:
             found["multiprocessing_context"] = own.start_method
         return found
@@ -363,13 +363,13 @@ class TuningReport:
         return f"DataLoader(dataset, shuffle=True, {arguments})"
 
     def publish(self, writer: RunWriter | None) -> None:
-        """Prints the result; ``writer`` writes ``tuning.json`` and TensorBoard's Text page."""
+        """Prints the result; ``writer`` writes ``tuning.json`` and TensorBoard's Text tab."""
         names = ("settings", "ceiling", "sentence", "override", "dataloader")
         more = {name: getattr(self, name) for name in names}
         publish("tuning", self.lines(), {**self.to_plain(), **more}, writer)
 
     def lines(self) -> list[str]:
-        """Returns the result: before and after, the reason, how to repeat it, and refusals."""
+        """Returns the result: before and after, reason, how to repeat it, and rejected settings."""
         number = len(self.trials) + (self.demand is not None)
         count = f"{number} measurement" + "s" * (number != 1)
         title = f"tuner={self.search}: {count} in {self.seconds:.1f} s"
@@ -398,7 +398,7 @@ class TuningReport:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Returns the tuning entry of ``report.json``."""
+        """Returns the tuning entry for ``report.json``."""
         return {
             "seconds": round(self.seconds, 2),
             "chosen": str(self.settings),
@@ -412,13 +412,13 @@ class TuningReport:
     def to_plain(self) -> dict[str, Any]:
         """Returns everything as plain JSON values; ``files.from_json`` is the inverse.
 
-        An infinite end of an interval is None.
+        An infinite interval end becomes None.
         """
         return dict(plain(dataclasses.asdict(self)))
 
 
 def shown(count: float | None) -> str:
-    """Returns ``count`` bytes as MB, or as GB from 1000 MB; "-" if None."""
+    """Returns ``count`` bytes as MB, or as GB from 1000 MB up; "-" if None."""
     if count is None:
         return "-"
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

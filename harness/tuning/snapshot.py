@@ -1,4 +1,4 @@
-"""Copies the state of networks and optimizers to the host and restores it."""
+"""Copies the state of networks and optimizers to the host, and restores it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Snapshot:
         device: its random state is saved in addition to the host's.
 
     Raises:
-        TypeError: a part is none of these.
+        TypeError: a part is not one of these.
     """
 
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
         self._device = device
         self._random = random_state(device)
-        # restores the structure, in order: which tensors are held where, and plain values
+        # calls that restore the structure, in order: where each tensor is held, and plain values
         self._undo: list[Callable[[], object]] = []
         self._tensors: list[Tensor] = []
         for part in parts:
@@ -70,7 +70,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores everything; may be called once."""
+        """Restores everything; may be called only once."""
         for put_back in self._undo:
             put_back()
         for tensor, copied in zip(self._tensors, self._copies, strict=True):

@@ -1,4 +1,4 @@
-"""Times training steps of any loop, on one preloaded batch and on a feed."""
+"""Times the training steps in any loop, on one preloaded batch and on a feed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..feed.base import Backend, HostBatch
 from ..runtime import accelerator, signals
 from ..runtime.distributed import World
 
-# the input of a step, and its labels, one per image
+# the input to a step and its labels, one per image
 Batches = Generator[tuple[Any, Tensor], None, None]
-# the first may compile and allocates optimizer state; cuDNN benchmarks kernels
+# the first step allocates optimizer state and may compile; cuDNN benchmarks kernels
 _WARM_UP_STEPS = 5
 
 
 class StepBenchmark(ABC):
-    """Times steps; subclasses define a step and how batches reach it (``repeated``, ``fed``).
+    """Times steps; subclasses define the step and how batches reach it (``repeated``, ``fed``).
 
     Every rank makes the same calls in the same order.
 
@@ -39,7 +39,7 @@ class StepBenchmark(ABC):
     Attributes:
         device: the network's device.
         overlaps: whether the device runs the step while batches are loaded.
-        copies: whether ``repeated`` yields copies, made before a step's time begins.
+        copies: whether ``repeated`` yields copies, which are made before a step's time begins.
     """
 
     copies = False
@@ -51,13 +51,13 @@ class StepBenchmark(ABC):
         if not self._own.tells:
             raise ConfigError(
                 f"device={world.device}: steps on this type of device cannot be timed; set the "
-                "number of workers by hand"
+                "number of workers manually"
             )
         self._now = self._own.now
         # even without workers
         self.overlaps = self._own.has_events
         self._parts = parts
-        # number of steps, which gives the next one's part of an update
+        # number of steps, which determines the next one's part of an update
         self._made = 0
         # the feed's error, raised later if other ranks wait for this one
         self._failed: Exception | None = None
@@ -71,22 +71,22 @@ class StepBenchmark(ABC):
 
     @abstractmethod
     def repeated(self, batch: HostBatch) -> Batches:
-        """Yields ``batch`` and its labels for one step after another."""
+        """Yields ``batch`` and its labels for each step, endlessly."""
 
     @abstractmethod
     def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """Yields the batches of ``feed`` and their labels, endlessly."""
+        """Yields the batches from ``feed`` and their labels, endlessly."""
 
     @abstractmethod
     def train(self, batch: Any, labels: Tensor, *, part: int, parts: int) -> None:
-        """Runs a step: ``part`` of an update of ``parts``."""
+        """Runs one step: number ``part`` of the ``parts`` steps in an update."""
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Times up to 20 groups of steps on ``batch`` after a warm-up; at least two.
+        """Times 2 to 20 groups of steps on ``batch`` after a warm-up.
 
-        A group has as many steps as fit in 25 ms. ``limit_s`` counts from the end of the first
-        step, which may compile. If a step is an update and takes longer, only the second one is
-        timed.
+        A group has as many steps as fit in 25 ms. ``limit_s`` starts at the end of the first step,
+        which may compile. If a step is an update and takes longer than that, only the second step
+        is timed.
         """
         groups: list[tuple[float, float]] = []
         with closing(self.repeated(batch)) as batches:
@@ -108,7 +108,7 @@ class StepBenchmark(ABC):
                 steps = min(16, steps)
             self._made = 0
             if steps >= self._parts:
-                # each group has as many updates as the others
+                # all groups have the same number of updates
                 steps += -steps % self._parts
             if step_s > limit_s and self._parts == 1:
                 groups.append(group)
@@ -129,10 +129,10 @@ class StepBenchmark(ABC):
     def deliver(self, feed: Backend, skip: int, limit_s: float) -> StepRun:
         """Times at least two steps on the endless ``feed``, for ``limit_s`` seconds.
 
-        The first batch, which includes worker startup, is left out, then ``skip`` batches or as
-        many as arrive in a third of ``limit_s``. Times come from the device's clock, if it has one.
-        If another rank's feed fails, the result contains the steps so far, possibly none. The feed
-        stays open.
+        The first batch, which includes worker startup, is left out, and so are the next ``skip``
+        batches or as many as arrive in a third of ``limit_s``. Times come from the device's clock,
+        if it has one. If another rank's feed fails, the result contains the steps so far, possibly
+        none. The feed stays open.
 
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks, once all have stopped.
@@ -149,7 +149,7 @@ class StepBenchmark(ABC):
             cpu_s = time.process_time() - cpu_s
             clock.settle()
         failed = self._failed
-        # its traceback holds a batch
+        # its traceback references a batch
         self._failed = None
         if failed is not None:
             raise failed
@@ -168,8 +168,8 @@ class StepBenchmark(ABC):
     ) -> tuple[list[int], list[float]]:
         """Runs ``least`` to ``most`` steps within ``limit_s``.
 
-        Returns the images and the seconds of each step; fewer steps if any rank's feed has failed.
-        The host waits for the device only when it is two steps ahead, or ranks agree.
+        Returns the images and the seconds for each step; fewer steps if any rank's feed has failed.
+        The host waits for the device only when it is two steps ahead or when ranks agree.
         """
         images: list[int] = []
         seconds: list[float] = []
@@ -195,7 +195,7 @@ class StepBenchmark(ABC):
             if self.world.size > 1:
                 step_s = sum(seconds[-block:]) / block
                 block = max(1, int(min(2 * block, 0.2 / step_s, most - len(seconds))))
-        # without a device clock, work still queued counts for the last step
+        # without a device clock, work that is still queued counts toward the last step
         if not self._own.has_streams:
             self._own.synchronize()
             if seconds:
@@ -203,7 +203,7 @@ class StepBenchmark(ABC):
         return images, seconds
 
     def _group(self, batches: Batches, steps: int, parts: int) -> tuple[float, float]:
-        """Returns the seconds of ``steps`` steps, and the host's seconds of the first.
+        """Returns the seconds for ``steps`` steps, and the host's seconds for the first.
 
         An update has ``parts`` steps.
         """
@@ -214,9 +214,9 @@ class StepBenchmark(ABC):
         begin = self._now()
         for batch, labels in given:
             self._one_step(batch, labels, parts)
-            # or the device would hold two batches while the next one is made
+            # otherwise, the device would hold two batches while the next one is made
             del batch, labels
-            # only of the first step: in later ones the host may wait for the device
+            # only for the first step: in later ones, the host may wait for the device
             launch_s = launch_s or self._now() - begin
         self._own.synchronize()
         return self._now() - begin, launch_s
@@ -224,7 +224,7 @@ class StepBenchmark(ABC):
     def _one_step(self, batch: Any, labels: Tensor, parts: int) -> None:
         self.train(batch, labels, part=self._made % parts, parts=parts)
         self._made += 1
-        # several ranks must stop at the same step: the launcher ends them
+        # multiple ranks must stop at the same step, so the launcher ends them
         if self.world.size == 1:
             signals.check()
 
@@ -233,12 +233,13 @@ class StepRun(NamedTuple):
     """Consecutive steps, or groups of them.
 
     Attributes:
-        images: per step or group.
-        seconds: per step or group, from the end of the previous one.
+        images: number of images per step or group.
+        seconds: duration of each step or group, from the end of the previous one.
         stall_fraction: as in ``Window``, by the device's clock if it has one.
-        cpu_s: CPU time of all threads of this process over the steps.
-        first_s: extra time of the very first step: compilation, kernel selection.
-        launch_s: host seconds per image in which a loop that loads in its own thread cannot load.
+        cpu_s: CPU time of all threads in this process during the steps.
+        first_s: extra time for the very first step: compilation, kernel selection.
+        launch_s: host seconds per image during which a loop that loads in its own thread cannot
+            load.
     """
 
     images: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Times a run's training step for tuning."""
+"""Times a run's training steps for tuning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .steps import Batches, StepBenchmark, StepRun
 
 
 class TrainingBenchmark(StepBenchmark):
-    """The training step as tuning measures it, inside ``preserved_state()``.
+    """The training step as measured by tuning, inside ``preserved_state()``.
 
     Args:
         step: the run's own step.
@@ -31,11 +31,11 @@ class TrainingBenchmark(StepBenchmark):
 
     @contextmanager
     def preserved_state(self) -> Iterator[None]:
-        """Enters training mode, and restores everything at the end.
+        """Enters training mode and restores everything at the end.
 
         Learning rates are 0 during this time, because repeated steps on one batch could diverge to
-        NaN, whose timing is not representative. An update costs the same at any learning rate. The
-        copy of the state is in host memory. The EMA of the weights is not updated.
+        NaN, for which timings are not representative. An update costs the same at any learning
+        rate. The copy of the state is in host memory. The weights' EMA is not updated.
         """
         state = self._step.state
         step = state.step
@@ -56,7 +56,7 @@ class TrainingBenchmark(StepBenchmark):
             state.step = step
             state.average = average
             state.schedule = schedule
-            # a failed step may have left figures
+            # a failed step may have left metrics
             self._step.forget()
 
     @contextmanager
@@ -73,15 +73,15 @@ class TrainingBenchmark(StepBenchmark):
         """As in ``StepBenchmark``."""
         run = super().demand(batch, limit_s)
         if self._step.config.loader.device_prefetch:
-            # a separate thread loads while the host launches
+            # a separate thread loads while the host launches the step
             run = run._replace(launch_s=0.0)
         return run
 
     def repeated(self, batch: HostBatch) -> Batches:
-        """Does the same as in ``StepBenchmark``; the batch is on the device as uint8.
+        """As in ``StepBenchmark``; the batch is on the device as uint8.
 
-        Each step augments and normalizes it as in training, because that is part of the step, not
-        of the loader.
+        Each step augments and normalizes the batch as in training, because that is part of the
+        step, not of the loader.
         """
         images = self._own.copy(batch.images)
         placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
@@ -89,7 +89,7 @@ class TrainingBenchmark(StepBenchmark):
             yield from batches
 
     def fed(self, feed: Backend, clock: StepClock) -> Batches:
-        """As in ``StepBenchmark``; with several ranks, black batches once ``feed`` has failed."""
+        """As in ``StepBenchmark``; with several ranks, yields black batches if ``feed`` fails."""
         with closing(self._step.batches(feed, clock)) as batches:
             try:
                 yield from batches

@@ -1,7 +1,7 @@
-"""Tunes the loader before training, remembers the choice and adjusts threads later.
+"""Tunes the loader before training, stores the choice and adjusts threads later.
 
-The number of loader threads is adjusted from the run's own measurements, without changing any
-batch. Two rules, numbered as in docs/explanation/how-tuning-works.md, use the model of the search:
+The number of loader threads is adjusted based on the run's own measurements, without changing any
+batch. Two rules, numbered as in docs/explanation/how-tuning-works.md, use the search's model:
 
 7. If steps wait for data, the threads are busy, and cores are free, the tuner tries the number of
    threads from the model.
@@ -9,7 +9,8 @@ batch. Two rules, numbered as in docs/explanation/how-tuning-works.md, use the m
    number from the model or, if that is no lower, the minimum, because threads may wait for each
    other.
 
-A change that gains nothing is reverted, and the tuner tries no increase for a while.
+A change that gains nothing is reverted, and the tuner does not try to increase the number for a
+while.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from ..training.engine import Engine
 
 _MAX_AGE_S = 30 * 24 * 3600.0
-# settings, in addition to all of augment, that affect the cost of a sample or a step, or the search
+# settings, in addition to all augment settings, that affect the cost of a sample or step, or the
+# search
 _SETTINGS = {
     "data.image_size",
     "data.eval_resize",
@@ -99,18 +101,18 @@ def tune(
 ) -> TuningReport:
     """Chooses the setting with the fewest workers among those with the most training images/s.
 
-    All ranks try the same settings at once and use the same choice. There are no side effects:
-    everything that steps change is restored, including random states. Settings that do not fit are
-    refused before they run; those that crash or hang are refused with the symptom.
+    All ranks try the same settings at the same time and use the same choice. There are no side
+    effects: everything that steps change is restored, including random states. Settings that do not
+    fit are rejected before they run; those that crash or hang are rejected with the symptom.
 
     Args:
         probes: makes the feeds to measure.
         trainee: the training step.
         own: the user's settings; the choice is not slower.
-        config: the search, its budget and the most workers.
-        limits: the resources this rank may use.
+        config: the search, its budget and the maximum number of workers.
+        limits: the resources that this rank may use.
         ranks: this rank among the others.
-        images_left: images this rank has yet to train on.
+        images_left: images that this rank has yet to train on.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -128,7 +130,7 @@ def tune(
         title = f"tuning the loader (tuner={search})"
         columns = ("measured    ", "images/s  ", "waiting", "seconds", "setting")
         lab.tell = live_table(title, columns)
-        # other ranks would count as other programs
+        # other ranks would be treated as other programs
         neighbors = Neighbors(limits.cores if ranks.size == 1 else None)
         if config.name is TunerName.grid:
             pins = (False, True)[: 1 + device.has_streams]
@@ -148,10 +150,10 @@ def tuned(
     world: World,
     step: int | None = None,
 ) -> Tuned:
-    """Returns the settings for this run's feeds, the same on every rank.
+    """Returns the settings for this run's feeds, which are the same on every rank.
 
-    ``step`` updates of the run are done; each training image size has an equal share of the rest.
-    ``tuner.fresh=true`` discards an earlier result.
+    ``step`` is the number of updates completed; each training image size gets an equal share of the
+    rest. ``tuner.fresh=true`` discards an earlier result.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -169,19 +171,19 @@ def tuned(
             report = _fitting(from_json(TuningReport, answer), own, lab)
     report = world.agreed(report)
     if report is None:
-        # no update is left if a resumed run is done
+        # no updates are left if a resumed run is done
         steps = config.trainer.epochs * feeds.steps_per_epoch()
         steps = min(steps, config.trainer.max_steps or steps)
         left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
         sizes = {*train_sizes(config.data)}
         images = left * config.loader.batch_size / len(sizes)
         if len(sizes) > 1:
-            say(f"training images of {feeds.splits.train.image_size} px:")
+            say(f"training images at {feeds.splits.train.image_size} px:")
         report = tune(feeds, trainee, own, config.tuner, limits, world, images)
         is_sound = report.complete and report.others_cores is None and report.after.rate
         if world.is_main and is_sound:
             when = time.strftime("%Y-%m-%d %H:%M")
-            note = f"measured by a run on {when}; tuner.fresh=true tunes again"
+            note = f"measured in a run on {when}; tuner.fresh=true tunes again"
             memory.keep(replace(report, notes=(note, *report.notes)).to_plain())
     follows = config.tuner.live
     if follows is None:
@@ -198,15 +200,15 @@ def tuned(
 
 
 def _fitting(report: TuningReport, own: FeedSettings, lab: LoaderBenchmark) -> TuningReport | None:
-    """Returns a remembered report adapted to this run; None if it does not fit now.
+    """Returns a stored report adapted to this run, or None if it does not fit now.
 
-    Settings that are never tuned, and those of the validation feed, come from this run.
+    Settings that are never tuned and those for the validation feed come from this run.
     """
     settings = replace(report.settings, timeout_s=own.timeout_s)
     lab.worker_bytes = report.worker_bytes
     if lab.refusal(settings):
         return None
-    # ``before`` and its row are the earlier run's
+    # ``before`` and its row are from the earlier run
     after = replace(report.after, settings=settings)
     val = lab.val_beside(settings)
     return replace(report, after=after, val=val, seconds=0.0, reused=True)
@@ -217,12 +219,12 @@ class Tuned:
     """The tuning result, and its adjustment during training.
 
     Attributes:
-        report: has the prediction.
+        report: contains the prediction.
         forget: removes the stored result; called if the prediction was wrong.
-        most: most threads to try while training; None if their number is fixed.
-        val_follows: whether the validation feed gets as many.
-        live: changes their number.
-        checked: whether the prediction was compared with the run.
+        most: maximum number of threads to try during training; None if their number is fixed.
+        val_follows: whether the validation feed gets the same number of threads.
+        live: changes the number of threads.
+        checked: whether the prediction has been compared with the run.
     """
 
     report: TuningReport
@@ -233,7 +235,7 @@ class Tuned:
     checked: bool = False
 
     def follow(self, feed: Backend, val_feed: Backend, step: int) -> None:
-        """Adapts the threads to the run, of which ``step`` updates are done."""
+        """Starts adapting the threads to the run, in which ``step`` updates are done."""
         if self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers:
             feeds = [feed]
             if self.val_follows and isinstance(val_feed, ThreadFeed):
@@ -241,7 +243,7 @@ class Tuned:
             self.live = OnlineTuner(feeds, self.report.limits.cores, self.most, step=step)
 
     def look(self, engine: Engine, clock: StepClock, window: Window) -> None:
-        """Processes a window of steps of ``engine``."""
+        """Processes a window of steps from ``engine``."""
         if self.live is not None and self.live.feeds[0] is engine.feed:
             self.live.look(window)
         else:
@@ -252,7 +254,7 @@ class Tuned:
             self.check(clock)
 
     def check(self, clock: StepClock) -> None:
-        """Warns once, after a hundred steps, if training waits more than tuning predicted."""
+        """Warns once, after a hundred steps, if training waits longer than tuning predicted."""
         report = self.report
         predicted = report.after.wait_fraction
         total = clock.total(-1)
@@ -263,11 +265,11 @@ class Tuned:
         # five percentage points over the prediction
         if stall <= predicted + 0.05:
             return
-        # either the step became faster or the loader slower
+        # either the step became faster, or the loader became slower
         why = (
             f"Training reaches {total.images_per_s or 0.0:.0f} images/s per rank, not "
             f"{report.after.rate}. Possible causes are other programs, slower storage or costlier "
-            "samples: see host/cpu_fraction and host/disk_read_bytes_per_s"
+            "samples; see host/cpu_fraction and host/disk_read_bytes_per_s"
         )
         if report.demand and total.compute_ms:
             was_ms = report.settings.batch_size / report.demand.images_per_s * 1e3
@@ -280,10 +282,10 @@ class Tuned:
             f"time. Tuning predicted {predicted:.0%}. {why}."
         )
         self.forget()
-        say("The stored tuning result is discarded. The next run tunes again.")
+        say("The stored tuning result has been discarded. The next run tunes again.")
 
     def summary(self) -> dict[str, Any]:
-        """Returns the tuning entry of ``report.json``."""
+        """Returns the tuning entry for ``report.json``."""
         report = self.report
         found = report.summary()
         if self.live and self.live.changes:
@@ -298,14 +300,14 @@ class Tuned:
 
 
 class Period(NamedTuple):
-    """Several windows together.
+    """Several windows combined.
 
     Attributes:
         images_per_s: training images/s.
-        stall: fraction of time that the device idled for lack of data.
-        wall_s: seconds of a sample in a thread.
-        cpu_s: CPU seconds of a sample.
-        step_cpu_s: CPU seconds per image of everything else in this process; 0 if not yet known.
+        stall: fraction of time that the device was idle due to missing data.
+        wall_s: seconds per sample in a thread.
+        cpu_s: CPU seconds per sample.
+        step_cpu_s: CPU seconds per image for everything else in this process; 0 if not yet known.
     """
 
     images_per_s: float
@@ -317,7 +319,7 @@ class Period(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the number of threads after ``step`` updates; the rate is from before it."""
+    """A change in the number of threads after ``step`` updates, with the rate before it."""
 
     step: int
     threads: int
@@ -330,9 +332,9 @@ class OnlineTuner:
     """Adapts the number of loader threads to the run.
 
     Args:
-        feeds: the training feed, and others that get as many threads.
+        feeds: the training feed, and others that get the same number of threads.
         cores: cores that this process may use.
-        most: most threads to try.
+        most: maximum number of threads to try.
         step: updates already done.
 
     Attributes:
@@ -351,16 +353,16 @@ class OnlineTuner:
         self.feeds = feeds
         self.changes = list[Change]()
         self._cores = cores
-        # no more than samples in progress at once
+        # no more than the samples in progress at once
         self._most = min(most, settings.batch_size * (1 + settings.batches_ahead))
         self._fewest = min(settings.num_workers, max(1, int(cores)))
-        # by the previous period: a single one may be chance
+        # the number requested by the previous period: a single one may be due to chance
         self._asked = settings.num_workers
-        # a sample's time when the number was set
+        # the time per sample when the number was set
         self._sample_s = 0.0
-        # the state before a change that is not judged yet
+        # the state before a change that has not been judged yet
         self._tried: tuple[int, Period] | None = None
-        # periods left without an increase, and how many follow the next vain one
+        # periods left without an increase, and the number after the next vain increase
         self._rest = 0
         self._next_rest = 30
         self._step = step
@@ -369,12 +371,12 @@ class OnlineTuner:
 
     @property
     def threads(self) -> int:
-        """The present number."""
+        """The current number of threads."""
         return self.feeds[0].settings.num_workers
 
     @property
     def settled(self) -> int:
-        """The number known to be good: the one before a change that has not been judged yet."""
+        """The number known to be good: the one before a change that has not yet been judged."""
         return self._tried[0] if self._tried else self.threads
 
     def _begin(self) -> None:
@@ -384,7 +386,7 @@ class OnlineTuner:
         self._began_cpu_s = time.process_time()
 
     def look(self, window: Window) -> None:
-        """Adds a window of steps; judges once there are enough."""
+        """Adds a window of steps; judges the number of threads once there are enough steps."""
         self._step += window.steps + window.first_steps
         stalled_s = window.elapsed_s * (window.stall_fraction or 0.0)
         odd = bool(window.first_steps or window.pauses_s)
@@ -397,7 +399,7 @@ class OnlineTuner:
         if worked.samples and images:
             cpu_s = sum(cost.cpu_s for cost in worked.stages.values())
             if not mixed:
-                # the CPU time is only that of steps and threads
+                # the CPU time is only for steps and threads
                 spent_s = time.process_time() - self._began_cpu_s
                 self._step_cpu_s = max(0.0, spent_s - cpu_s) / images
             wall_s = worked.busy_s / worked.samples
@@ -432,7 +434,7 @@ class OnlineTuner:
             self._change(wanted, period, period.wall_s, reason)
 
     def _wanted(self, period: Period) -> tuple[int, str]:
-        """Returns a number of threads worth trying, and why."""
+        """Returns a number of threads worth trying, and the reason."""
         threads = self.threads
         now = f"A sample takes {rounded(period.wall_s * 1e3)} ms"
         cost = SampleCost(period.wall_s, period.cpu_s, 0.0)
@@ -444,7 +446,7 @@ class OnlineTuner:
             alone_s=0.0,
         )
         wanted = min(model.workers_for(MET * model.reachable), self._most)
-        # rule 8: samples take less than half
+        # rule 8: samples take less than half as long
         if 2 * period.wall_s < self._sample_s:
             fewer = max(wanted, self._fewest) if wanted < threads else self._fewest
             return min(threads, fewer), f"{now} instead of {rounded(self._sample_s * 1e3)}"
@@ -461,14 +463,14 @@ class OnlineTuner:
         for feed in self.feeds:
             feed.resize(threads)
         if self.threads != threads:
-            # the system allows no more
+            # the system does not allow more
             self._most = self.threads
         self._asked = threads
         self._sample_s = sample_s
         if self.threads == before:
             return
         self.changes.append(Change(self._step, self.threads, before, period.images_per_s, reason))
-        say(f"Step {self._step}: {self.threads} loader threads instead of {before}. {reason}.")
+        say(f"Step {self._step}: now using {self.threads} loader threads (was {before}). {reason}.")
 
 
 class TuningCache:
@@ -480,11 +482,11 @@ class TuningCache:
         self.path = cache_root() / "tuning" / f"{name}.json"
 
     def recall(self) -> Any:
-        """Returns the stored result; None if there is none or it is over 30 days old."""
+        """Returns the stored result, or None if there is none or it is over 30 days old."""
         answer = read_kept(self.path, self._key)
         # another run may remove it now
         with suppress(FileNotFoundError):
-            # nor from the future: a clock was wrong
+            # nor from the future, which means that a clock was wrong
             if answer and abs(time.time() - self.path.stat().st_mtime) < _MAX_AGE_S:
                 return json.loads(answer)
         return None
@@ -508,10 +510,10 @@ def fingerprint(
     result still fits.
 
     Args:
-        config: the run's settings, of which those being tuned do not count.
+        config: the run's settings, excluding those being tuned.
         data: identity of the training set.
-        limits: the resources this rank may use.
-        world: the ranks, in all and on this node.
+        limits: the resources that this rank may use.
+        world: the ranks, in total and on this node.
         device_name: name of the network's device, such as the GPU's.
     """
     settings = {
@@ -519,7 +521,7 @@ def fingerprint(
         for path, value, _ in walk(config)
         if path in _SETTINGS or path.startswith("augment.")
     }
-    # the code that determines the cost of a sample, and the choice
+    # the code that determines a sample's cost, and the choice
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
     for room in ("data", "feed", "tuning"):
