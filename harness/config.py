@@ -207,8 +207,8 @@ class DataConfig:
     )
     table: str | None = setting(
         None,
-        "Table that lists the images (data=table only), in root or in the current folder: CSV, "
-        "TSV, JSONL or Parquet.",
+        "Table that lists the images (data=table only), relative to root or to the current "
+        "folder: CSV, TSV, JSONL or Parquet.",
     )
     train: str | None = setting(
         None,
@@ -232,12 +232,12 @@ class DataConfig:
     )
     evaluate: Evaluate = setting(
         Evaluate.val,
-        "Images that mode=evaluate uses: val, or test, the folder next to train and val. If root "
+        "Images that mode=evaluate uses: val or test (the folder next to train and val). If root "
         "contains class folders instead, all its images are used.",
     )
     repeats: int = setting(
         1,
-        "Number of times that an epoch uses each of its images, with a different augmentation "
+        "Number of times that each image in an epoch is used, with a different augmentation "
         "each time (repeated augmentation). The epoch length does not change, so an epoch "
         "covers fewer images.",
         ge=1,
@@ -261,7 +261,7 @@ class DataConfig:
         no_effect_with="data=fake, loader.order=lanes",
     )
     exif_orientation: bool = setting(
-        False, "Rotate images according to their EXIF orientation, which phone photos have."
+        False, "Rotate images according to their EXIF orientation, common in phone photos."
     )
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Background color (RGB) for transparent pixels.", ge=0, le=255
@@ -279,8 +279,8 @@ class DataConfig:
     )
     max_bad_fraction: float = setting(
         0.001,
-        "Maximum fraction of the training or validation images that may be skipped, but at least "
-        "one image; the run ends if there are more.",
+        "Maximum fraction of the training or validation images that may be skipped (one image is "
+        "always allowed); the run ends if more are skipped.",
         _SHARE,
         no_effect_with="data.on_error=raise",
     )
@@ -336,7 +336,7 @@ class AugmentConfig:
     )
     pad: int = setting(
         4,
-        "Number of zero pixels added on each side before a pad crop.",
+        "Number of zero pixels added on each side before a random crop (crop=pad).",
         _NATURAL,
         no_effect_with="augment.crop=random_resized, augment.crop=center",
     )
@@ -462,7 +462,7 @@ class LoaderConfig:
     )
     persistent_workers: bool | None = setting(
         None,
-        "Keep worker processes between epochs; null: true. Threads are always kept.",
+        "Keep worker processes alive between epochs; null: true. Threads are always kept.",
         no_effect_with="loader.backend=arrays, loader.num_workers=0",
     )
     drop_last: bool = setting(
@@ -541,9 +541,9 @@ class ModelConfig:
     )
     weights: str | None = setting(
         None,
-        "Initial weights; null: random; DEFAULT: torchvision's best, or those for the timm "
-        "name, with their data.* settings; otherwise the path to a checkpoint, or to timm's "
-        "model.safetensors.",
+        "Initial weights; null: random; DEFAULT: the best weights in torchvision, or those "
+        "that the timm model's name selects, with their data.* settings; otherwise the path to a "
+        "checkpoint, or to timm's model.safetensors.",
     )
     args: dict[str, Any] = setting(
         {}, "Additional arguments for the network's constructor, such as {drop_path_rate:0.1}."
@@ -620,8 +620,8 @@ class OptimConfig:
     )
     layer_decay: float | None = setting(
         None,
-        "Learning-rate factor from each block to the one before it; the head uses lr; "
-        "null: lr for all.",
+        "Factor by which the learning rate is multiplied from each block to the preceding one; "
+        "the head uses lr; null: lr for all.",
         _PART,
     )
     ema_decay: float | None = setting(
@@ -645,7 +645,7 @@ class ScheduleConfig:
     )
     warmup_start: float = setting(
         0.0,
-        "Fraction of the peak rate at which the warm-up begins; 0: the first of its equal steps.",
+        "Fraction of the peak rate at which warm-up begins; 0: one warm-up increment above zero.",
         _SHARE,
     )
     warmup_overlaps: bool = setting(
@@ -660,8 +660,8 @@ class ScheduleConfig:
     )
     milestones: Any = setting(
         None,
-        "Epochs at whose start the learning rate drops (step), such as [60,120,160]; null: see "
-        "step_epochs.",
+        "Epochs at the start of which the learning rate drops (step), such as [60,120,160]; "
+        "null: see step_epochs.",
         _COUNT,
         pattern=(r"\[\d+(,\d+)*\]", "null, or epochs such as [60,120,160]"),
         increasing=True,
@@ -672,7 +672,8 @@ class ScheduleConfig:
     )
     patience_epochs: int = setting(
         10,
-        "Successive evaluations without a better top-1 before the learning rate drops (plateau).",
+        "Number of consecutive evaluations without a better top-1 before the learning rate "
+        "drops (plateau).",
         _NATURAL,
     )
 
@@ -687,8 +688,8 @@ class TrainerConfig:
     )
     max_hours: float | None = setting(
         None,
-        "Hours after which this command evaluates, saves and ends, counted from its own start; "
-        "null: no limit.",
+        "Number of hours, from the start of this command, after which it evaluates, saves and "
+        "exits; null: no limit.",
         _POSITIVE,
     )
     patience_epochs: int | None = setting(
@@ -729,7 +730,8 @@ class TrainerConfig:
     )
     max_nonfinite_steps: int = setting(
         20,
-        "Successive updates that may be skipped because of a non-finite loss before the run fails.",
+        "Number of consecutive updates that may be skipped because of a non-finite loss before "
+        "the run fails.",
         _NATURAL,
     )
     num_threads: int | None = setting(
@@ -756,10 +758,10 @@ class CheckpointConfig:
         10.0, "Minutes between checkpoints within an epoch; null: none.", _POSITIVE
     )
     grace_s: float = setting(
-        25.0, "Seconds that a run has to save and end after a signal.", _POSITIVE
+        25.0, "Seconds allowed for a run to save and exit after a signal.", _POSITIVE
     )
     keep_last: int = setting(
-        2, "Number of newest checkpoints to keep, in addition to the best.", ge=2
+        2, "Number of most recent checkpoints to keep, in addition to the best.", ge=2
     )
 
 
@@ -1118,7 +1120,7 @@ def adopted(
 ) -> Config:
     """Returns ``config`` with the values in ``theirs``, by path, except for the paths ``kept``.
 
-    ``tell`` reports every difference with the ``source`` of the values.
+    ``tell`` reports every difference, along with the ``source`` of the values.
     """
     tree = OmegaConf.create(to_plain(config))
     taken = []
@@ -1145,7 +1147,7 @@ def train_sizes(data: DataConfig) -> tuple[int, ...]:
 
 
 def train_size(data: DataConfig, epoch: int) -> int:
-    """Returns the side length of training images in ``epoch``, from 0, in pixels."""
+    """Returns the side length in pixels of training images in ``epoch``, counted from 0."""
     return train_sizes(data)[bisect(data.train_size_epochs or (0,), epoch) - 1]
 
 

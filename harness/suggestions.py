@@ -189,7 +189,7 @@ def _as_text(override: str) -> str:
 
 
 def no_choice(group: str, value: str, options: Sequence[str]) -> str:
-    """Returns the message for a ``GROUP=VALUE`` that is not one of ``options``."""
+    """Returns the error message for a ``GROUP=VALUE`` that is not one of ``options``."""
     listed = f"the choices are: {', '.join(options) or 'none'}"
     if len(options) > 12:
         listed = f"there are {len(options)}, such as {', '.join(options[:3])}"

@@ -203,9 +203,7 @@ def test_what_is_more_than_weights_is_refused(tmp_path: Path, kind: str) -> None
             archive.addfile(tarfile.TarInfo("weights"))
     else:
         path.write_bytes(gzip.compress(bytes(99)))
-    with pytest.raises(
-        CheckpointError, match=rf"x.pt: .*({kind}|not a checkpoint|pickled network)"
-    ):
+    with pytest.raises(CheckpointError, match=rf"x.pt .*({kind}|not a checkpoint|pickled network)"):
         take_over(nn.Linear(2, 2), checkpoint_read.read(path, foreign=True), "model.name=x")
 
 
@@ -214,7 +212,7 @@ def test_a_changed_record_is_refused(tmp_path: Path, change: dict[str, object]) 
     """A record with another field, or another digest of its file, is none that was committed."""
     record = save(tmp_path, 1).path.with_suffix(".json")
     record.write_text(json.dumps(json.loads(record.read_text()) | change))
-    with pytest.raises(CheckpointError, match=r"step-1.json: not the record .*changed since"):
+    with pytest.raises(CheckpointError, match=r"step-1.json .*changed since"):
         checkpoint_read.read(tmp_path / "step-1.pt")
 
 

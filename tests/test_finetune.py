@@ -122,7 +122,8 @@ def test_a_run_that_gets_no_better_stops(
     assert report["stopped"] == "top-1 has not improved for 2 epochs"
     assert "stopped        top-1 has not improved for 2 epochs\n" in capsys.readouterr().out
     run(composed(*common), tmp_path)
-    assert "step 21: raise trainer.epochs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 21; " in said and "trainer.patience_epochs" in said
 
 
 def test_a_run_whose_time_is_over_goes_on(
@@ -136,8 +137,8 @@ def test_a_run_whose_time_is_over_goes_on(
     assert (report["status"], report["steps"], report["val_images"]) == (
         "completed", 1, whole["val_images"],
     )  # fmt: skip
-    assert report["stopped"] == "trainer.max_hours=1e-09 have passed"
-    assert "stopped after step 1; epochs done: 0 of 1, and 200 of 1400 images of the next" in said
+    assert report["stopped"].startswith("trainer.max_hours=1e-09 ")
+    assert "stopped after step 1; epochs done: 0 of 1, and 200 of 1400 images " in said
     assert "\nresume with    " in said and " train.py resume=" in said
     assert checkpoint_read.read(tmp_path / "parts").record.top1 == report["top1"]
     run(composed(*common, "resume=auto"), tmp_path / "parts")

@@ -77,7 +77,7 @@ def test_a_run_goes_on_amid_an_epoch(
 
     run("whole", "trainer.max_steps=30")
     run("parts", "trainer.max_steps=9")
-    with pytest.raises(CheckpointError, match="its loader.order is 16 lanes"):
+    with pytest.raises(CheckpointError, match=r"loader\.order\W.*16 lanes"):
         run("parts", "trainer.max_steps=30", "data.name=mine:repacked")
     run("parts", "trainer.max_steps=30")
     assert digest(tmp_path / "whole") == digest(tmp_path / "parts")

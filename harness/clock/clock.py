@@ -64,7 +64,7 @@ class StepClock:
         host_i         = the rest of gap_i: launches, garbage collection, logging, the loop
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
-    Waits while the device has queued work, and work between two steps, are not stalls. Without
+    Neither waiting while the device has queued work nor work between two steps is a stall. Without
     device events, the stall is ``data_wait_fraction``; on a CPU, prepare is the rest of ``next()``
     after the feed has returned its batch, and host is the remainder. The stall is None if the
     device's busy time is unknown. A step's device times may be counted in the next window.
@@ -221,7 +221,7 @@ class StepClock:
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Names work between steps, such as logging, in ``Window.host_parts_s``.
+        """Labels the work done between steps, such as logging, in ``Window.host_parts_s``.
 
         Garbage collections inside the block are counted separately.
         """
@@ -366,7 +366,7 @@ class StepClock:
                 self._since.pop("step", None)
 
     def end_epoch(self) -> None:
-        """Waits for the device, and counts no time until the next step starts."""
+        """Waits for the device and stops timing until the next step starts."""
         self.settle()
         if not self._paused:
             self._since.pop("step", None)

@@ -371,7 +371,7 @@ def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
 STEP_FIGURES: Mapping[str, Metric] = {
     each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
 }
-"""The metrics in ``Window`` by name, which is also the key in ``report.json``."""
+"""The metrics in ``Window``, keyed by the names also used in ``report.json``."""
 
 
 FIGURES: Sequence[Metric] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))

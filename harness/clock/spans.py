@@ -22,6 +22,6 @@ def named(name: str) -> AbstractContextManager[Any]:
 
 
 def record(mark: Mark | None) -> None:
-    """Sets the ``mark`` that makes blocks in all threads; None stops recording."""
+    """Sets the function ``mark``, which creates blocks in all threads; None stops recording."""
     global _mark
     _mark = mark

@@ -172,7 +172,7 @@ class Timeline:
             self._hold_back(slot)
 
     def _hold_back(self, slot: _Slot) -> None:
-        """Holds the device back here if requested, unless a copy for the block follows.
+        """Delays the device here if requested, unless a copy for the block follows.
 
         A copy from pageable memory would wait for the device.
         """

@@ -422,7 +422,7 @@ def blur(images: Tensor, sigmas: np.ndarray) -> Tensor:
 class Mix:
     """Erases a part of each image, then mixes it with the previous one, like torchvision's v2.
 
-    Erased rectangles have the mean color, which is 0 after normalization. They are a function of
+    Erased rectangles are filled with the mean color, 0 after normalization. They are a function of
     (seed, epoch, index); mixing is a function of (seed, epoch) and the first index in the batch. If
     mixup and CutMix are both set, each batch uses one of them.
     """

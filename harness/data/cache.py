@@ -273,8 +273,8 @@ def _on_disk(path: Path, data: DataConfig, key: str, count: int) -> MappedFile:
             os.close(fd)
         if not is_filled:
             raise ConfigError(
-                f"data.cache=disk: {path}: {reason}; free space, set WELLFED_CACHE to another "
-                "folder, or use data.cache=ram"
+                f"data.cache=disk: {path}: {reason}; free space, set WELLFED_CACHE to a "
+                "different folder, or use data.cache=ram"
             ) from error
         log.warning("data.cache=disk: %s: %s; this run decodes every image", path, reason)
         return _filled(memory(0), key, count, 0)

@@ -169,8 +169,8 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
     except Exception as error:
         # a corrupt pickle may raise anything
         raise DataError(
-            f"{name}: member {part} is not as published: {error!r}; get the archive from its "
-            "publisher"
+            f"{name}: member {part} does not match the published archive: {error!r}; download the "
+            "archive from its publisher"
         ) from error
     return sources[0], sources[1]
 
@@ -207,7 +207,7 @@ def read_members(
     except Exception as error:
         # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         raise DataError(
-            f"{archive} is corrupt ({error!r}); delete the file and get it from its publisher"
+            f"{archive} is corrupt ({error!r}); delete it and download it from its publisher"
         ) from error
     return found
 

@@ -280,7 +280,7 @@ class Splits:
         return self.cache.reserved_bytes if self.cache is not None else 0
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the training set's name, place, sizes and digest, as plain values.
+        """Returns the training set's name, location, sizes and digest as plain values.
 
         The digest changes if a file is added, removed or renamed, or if a sampled file is modified
         (up to 400 files are sampled). For other sources, 16 samples are read.
@@ -561,5 +561,5 @@ def _check_settings(data: DataConfig) -> None:
             )
     if "JPEG" not in in_use():
         log.warning(
-            "Pillow decodes JPEG images, which takes longer; pip install simplejpeg avoids it"
+            "Pillow decodes the JPEG images, which is slower; to avoid this, pip install simplejpeg"
         )

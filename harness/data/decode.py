@@ -1,4 +1,4 @@
-"""Decodes images to 8-bit RGB: common JPEG, PNG and WebP with their libraries, others with Pillow.
+"""Decodes images to 8-bit RGB: common JPEG, PNG and WebP with format libraries, others with Pillow.
 
 ``decode`` serves data sets and ``wellfed.load``; ``decode_jpeg`` also serves ``wellfed.faster``.
 The format is detected from the bytes, never from the file name, and every error becomes

@@ -98,8 +98,8 @@ def make_once(folder: Path, is_made: Callable[[], object], write: Callable[[Path
                 remove(part)
     except OSError as error:
         raise DiskError(
-            f"{folder}: cannot be written: {error.strerror or error}; free space or set another "
-            "data.root"
+            f"{folder}: cannot be written: {error.strerror or error}; free space or set a "
+            "different data.root"
         ) from error
 
 

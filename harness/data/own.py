@@ -29,7 +29,7 @@ from .storage import SPLIT_SEED, ArraySource, FileSource, Source, Subset
 
 
 class OwnSource:
-    """A user's source, with labels as the feed expects them.
+    """A user-defined source of samples, with labels in the form that the feed expects.
 
     ``where`` identifies the source in messages.
 

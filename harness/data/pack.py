@@ -4,11 +4,11 @@
     wellfed pack /data/labels.csv /data/shards
     wellfed pack --unpack /data/shards /data/photos
 
-SOURCE is a folder that data=imagefolder opens, a table next to its images, or a folder of Parquet
-files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the image's
-bytes, CLASS/PATH.cls with its class number, and CLASS/PATH.error if the image cannot be read. A
-second call continues after the last complete shard. Exit codes: 0: success; 2: the folders or
-options are rejected; 3: an image cannot be read; 7: the disk is full.
+SOURCE is a folder that data=imagefolder can read, a table next to its images, or a folder of
+Parquet files from the Hugging Face Hub. A shard has WebDataset's layout: CLASS/PATH.jpg with the
+image's bytes, CLASS/PATH.cls with its class number, and CLASS/PATH.error if the image cannot be
+read. A second call continues after the last complete shard. Exit codes: 0: success; 2: the folders
+or options are rejected; 3: an image cannot be read; 7: the disk is full.
 """
 
 from __future__ import annotations

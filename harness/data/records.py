@@ -58,7 +58,7 @@ def records(path: str) -> Iterator[tuple[int, Sequence[Any]]]:
                     )
                 yield number, row
         if not number:
-            raise DataError(f"{path} is empty; write path,label and one row per image")
+            raise DataError(f"{path} is empty; write a path,label header and one row per image")
     except ImportError as error:
         raise DataError(
             f"{path}: Parquet needs pyarrow; run pip install pyarrow, or save the table as CSV"

@@ -91,7 +91,8 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
             make_once(tree, is_made, partial(_draw_all, generate, counts, facts))
         except BrokenProcessPool as error:
             raise DataError(
-                f"{tree}: an image-generation process was killed, possibly out of memory; run again"
+                f"{tree}: an image-generation process was killed, possibly because memory ran "
+                "out; run again"
             ) from error
     sources = open_folder_splits(tree, None)
     for (split, count), source in zip(counts.items(), sources, strict=True):

@@ -163,7 +163,7 @@ def _ready(content: bytes, sizes: dict[str, int]) -> _Columns | None:
 def indexed(
     store: Store, sizes: dict[str, int], given: list[str] | None, labeled: bool
 ) -> _Columns:
-    """Returns the samples found in the shards' headers, in the folder's order."""
+    """Returns the samples found in the shards' headers, ordered by label, then by name."""
     rows: list[tuple[bytes, int, int, int, int]] = []
     with progress("Reading headers", len(sizes), "shards") as bar:
         for place, name in enumerate(bar.over(sizes)):

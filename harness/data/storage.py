@@ -362,7 +362,7 @@ def open_folder_splits(root: str | os.PathLike[str], held_out: HeldOut) -> tuple
 
 
 def _refuse_level(base: Path, folders: list[Path], held_out: HeldOut) -> None:
-    """Rejects a folder whose sets are in one of its ``folders``, or next to it or its parent.
+    """Rejects a folder if sets are in one of its ``folders``, next to it or next to its parent.
 
     Raises:
         DataError: sets were found there.

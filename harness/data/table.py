@@ -387,7 +387,7 @@ def _plain(name: str) -> str:
 
 
 def _numbered(values: Iterable[Hashable]) -> list[int]:
-    """Returns a number per value, from 0 in order of appearance."""
+    """Returns a number for each value, starting from 0, in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
 

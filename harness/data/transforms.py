@@ -93,7 +93,8 @@ class CropTransform:
 
         Everything random comes from ``rng``: the crop first, then the flips. ``image`` is not
         changed. ``lap`` is called with the stage's name at the end of each of the ``stages``. If
-        given, ``part`` was already drawn from ``rng``. Several threads may call this concurrently.
+        given, ``part`` has already been drawn from ``rng``. Several threads may call this
+        concurrently.
 
         Raises:
             ValueError: the image is so narrow that its resized version would not fit in memory.
@@ -131,8 +132,8 @@ class CropTransform:
         long = int(short * max(width, height) / min(width, height))
         if long > 65_535:
             raise ValueError(
-                f"{width}x{height} pixels is too narrow; after resizing, the longer side would "
-                f"have {long}"
+                f"an image of {width}x{height} pixels is too narrow; after resizing, the longer "
+                f"side would be {long} pixels"
             )
         return (short, long) if width <= height else (long, short)
 

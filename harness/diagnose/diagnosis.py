@@ -97,7 +97,7 @@ def short_sides(source: Source) -> list[int]:
 
 
 def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
-    """Returns files/s from cold storage, read ``readers`` at a time, or why that is unknown.
+    """Returns the files/s read from cold storage by ``readers`` threads, or why it is unknown.
 
     The files are dropped from the page cache, and nothing is decoded. Other caches remain: those of
     a disk, a virtual machine's host or a file server.
@@ -139,7 +139,7 @@ def cold_fetch(files: list[str], readers: int, limit_s: float) -> Rate | str:
 
 @dataclass(slots=True)
 class Session:
-    """One diagnosis, which performs its runs in turn while time is left.
+    """A diagnosis that performs its runs one after another as long as time remains.
 
     Every rank makes the same calls.
     """
@@ -205,7 +205,7 @@ class Session:
         return rate
 
     def _rounds(self, settings: FeedSettings, sample_s: float) -> dict[str, Any]:
-        """Returns the rates of steps without and with loading, from three rounds if time allows.
+        """Returns the step rates with and without loading, from three rounds if time allows.
 
         They alternate, so that both face the same contention. A sample took ``sample_s`` to load.
         """

@@ -166,7 +166,7 @@ class InMemoryImages:
                 self.replaced |= {failure.sample: failure for failure in batch.failures}
 
     def batch(self, epoch: int, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels for an order's ``indices`` in ``epoch``.
+        """Returns the images and labels at the given ``indices`` of the order in ``epoch``.
 
         Images are uint8 ``[N, 3, S, S]`` in channels_last memory, labels int64 ``[N]``.
         """
@@ -424,7 +424,7 @@ class Feeds:
         return self
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """Returns the validation feed's settings: the training settings with one-pass workers."""
+        """Returns the validation feed's settings: those for training, with workers for one pass."""
         val = self.config.loader.val
         return replace(
             train,
@@ -477,7 +477,7 @@ class Feeds:
         return self._make(dataset, order, settings)
 
     def probe(self, settings: FeedSettings, *, again: bool = False) -> Backend:
-        """Returns an endless training feed without short batches, over samples unseen by probes.
+        """Returns an infinite feed of full training batches, from samples that no probe has used.
 
         Args:
             settings: the loader settings to probe.

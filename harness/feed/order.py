@@ -99,7 +99,7 @@ class Lanes:
         return order
 
     def variety(self, labels: np.ndarray) -> float:
-        """Returns the number of classes in a window as a share of that expected by chance.
+        """Returns the number of classes in a window as a fraction of the number expected.
 
         ``labels`` are int64 ``[N]``, and the windows contain blocks in shard order.
         """

@@ -73,7 +73,7 @@ class DataPrefetcher:
             returns new images and labels.
 
     Raises:
-        ValueError: ``mean`` and ``std`` do not match each other, or, from ``next()``, the images.
+        ValueError: ``mean`` and ``std`` do not match each other or (from ``next()``) the images.
         TypeError: from ``next()``, for a batch without a tensor, or without ``images``.
         Any error of ``loader``, from ``next()``, instead of the batch.
     """

@@ -1,7 +1,7 @@
 """Loads batches with threads, in reused memory (``loader.backend=threads``).
 
-Decoders release the GIL. Nothing is copied between workers. The settings' ``batches_ahead`` limits
-the number of batches in memory.
+Decoders release the GIL. Nothing is copied between workers. ``FeedSettings.batches_ahead``
+limits the number of batches in memory.
 """
 
 from __future__ import annotations

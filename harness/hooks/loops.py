@@ -1,8 +1,8 @@
 """Recognizes the steps, evaluations and copies in a watched loop.
 
-Grouping is only possible in hindsight. A pass over a loader is training if an optimizer steps
-during it, else evaluation. A step lasts from a request for a batch to the first request after an
-optimizer's step, so it may involve several batches, loaders or optimizers.
+Grouping is only possible in hindsight. A pass over a loader counts as training if an optimizer
+steps during it, and otherwise as evaluation. A step lasts from a request for a batch to the first
+request after an optimizer's step, so it may involve several batches, loaders or optimizers.
 """
 
 from __future__ import annotations

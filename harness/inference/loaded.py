@@ -136,7 +136,7 @@ def network(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Returns the network in ``saved`` on the CPU, in eval mode, and its class names.
 
-    If the weights are from another library, classes are numbered.
+    If the weights are from a different library, classes are identified by number.
 
     Raises:
         CheckpointError: the weights do not fit.

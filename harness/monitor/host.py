@@ -181,7 +181,7 @@ def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 
 
 def throttled(group: Path) -> tuple[int, int] | None:
-    """Returns a control group's scheduling periods, and the number of throttled ones.
+    """Returns how many scheduling periods a control group had, and how many were throttled.
 
     Only periods in which the group could run are counted.
     """

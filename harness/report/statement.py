@@ -63,7 +63,7 @@ _WAYS: Mapping[str, str] = {
 _UNKNOWN: Mapping[str, str] = {
     "no stall": "This device does not report whether it waits for data",
     "no stages": "The loader does not report stage times",
-    "no compute": "This device does not report network time and Python time separately",
+    "no compute": "This device does not separate the network's time from Python's",
     "uneven": "The measurement is too noisy to find the bottleneck",
 }
 
@@ -147,7 +147,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         case "copy" if r.moved * r.starved > r.copy:
             yield f"Moving and normalizing batches took {r.moved:.0%} of that"
         case "copy":
-            yield f"Copies took {r.copy:.0%} of the time with the device idle"
+            yield f"Copies took {r.copy:.0%} of the time, during which the device was idle"
         case "host":
             parts = _listed(r.host_parts).replace("gc ", "garbage collection ")
             yield f"Steps waited for Python {r.host:.0%} of the time: {parts}"
@@ -158,7 +158,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         case "quota":
             yield f"{r.cores:.3g} cores are too few"
             if r.throttled:
-                yield f"The quota throttled this run in {r.throttled:.0%} of its periods"
+                yield f"The quota throttled this run in {r.throttled:.0%} of the quota periods"
         case "neighbors" if r.others:
             yield f"Other programs take {rounded(r.others)} of the {r.cores:.3g} cores"
             if cost and cost.kind != "collate" and r.starved >= HARM:
@@ -209,7 +209,7 @@ def _origin(r: Evidence) -> Iterator[str]:
     if not read or stored is None:
         return
     if stored < 0.05 * read:
-        yield "Hardly any bytes came from a disk: opening files, or network storage, is slow"
+        yield "Almost no data came from a disk, so opening files or network storage is slow"
         return
     # pages of mapped files also come from the disk, but are not read
     yield f"Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS"

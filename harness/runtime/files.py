@@ -1,4 +1,4 @@
-"""Writes files atomically, and validates files when reading them."""
+"""Writes files atomically and validates files when reading them."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def own(folder: Path) -> Path:
         except OSError:
             owner = handle.read().strip() or "another process"
             raise LockedError(
-                f"{folder} is in use by {owner}; wait for it to finish or set another run.name"
+                f"{folder} is in use by {owner}; wait for it to finish or set a different run.name"
             ) from None
         handle.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=handle, flush=True)
@@ -199,7 +199,7 @@ def refuse_used(folder: Path, trains: bool = True) -> None:
     if any((folder / name).exists() for name in _LEFT):
         raise ConfigError(
             f"{os.path.relpath(folder)} contains a run; "
-            f"{'continue with resume=auto, or ' * trains}set another run.name"
+            f"{'continue with resume=auto, or ' * trains}set a different run.name"
         )
 
 

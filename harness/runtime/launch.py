@@ -62,9 +62,9 @@ def run_processes(
 ) -> None:
     """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all of them.
 
-    A signal to this process is forwarded; all processes then have ``grace_s`` seconds. After a
-    failure, the others have five seconds, or ``grace_s`` if they may be saving, before they are
-    terminated.
+    A signal to this process is forwarded; all processes then have ``grace_s`` seconds to exit.
+    After a failure, the others have five seconds, or ``grace_s`` if they may be saving, before they
+    are terminated.
 
     Raises:
         ProcessError: with the text and exit code of the first process that failed; after a signal,

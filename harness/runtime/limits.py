@@ -125,7 +125,7 @@ def bind(gpus: Sequence[str], local_rank: int, root: Path = Path("/")) -> None:
 
 
 def _memory(groups: list[Path]) -> Iterator[int]:
-    """Yields the bytes that each limit still allows all ranks to allocate."""
+    """Yields, for each limit, the bytes that all ranks together can still allocate."""
     try:
         yield psutil.virtual_memory().available
     except (psutil.Error, OSError, RuntimeError):

@@ -23,7 +23,7 @@ from . import accelerator
 # operations have one each.
 SAMPLE = 2
 BATCH = 3
-_INSTEAD = 4
+_INSTEAD = 6
 # user functions on samples and on batches
 OWN = 8
 _MASK = 2**64 - 1

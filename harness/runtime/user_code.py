@@ -158,7 +158,7 @@ def found(setting: str, name: str) -> Any:
     except AttributeError:
         public = [each for each in vars(holder) if not each.startswith("_")]
         hint = suggestions.nearest(path, public) or f"; write {module}:FUNCTION"
-        text = f"{begin} there is no {path or 'function'} in {where}{hint}"
+        text = f"{begin} no {path or 'function'} in {where}{hint}"
         raise ConfigError(text) from None
     if not callable(function):
         kind = type(function).__name__

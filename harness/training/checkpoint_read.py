@@ -187,7 +187,7 @@ def read(path: Path, *, foreign: bool = False) -> Saved:
     if damaged:
         raise CheckpointError(
             f"{name}: every checkpoint is damaged: {damaged[0]}; to start from scratch, use "
-            "resume=null and another run folder"
+            "resume=null and a different run folder"
         )
     # a single file may be from a killed first save
     if len(list(path.glob("step-*.pt"))) > 1:

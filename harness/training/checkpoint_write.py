@@ -34,7 +34,7 @@ class StopAgreement:
     """Lets all ranks agree between steps to stop on a signal, save, or end at the time limit.
 
     Attributes:
-        is_over: whether ``trainer.max_hours`` hours have passed since ``began_s`` on the clock
+        is_over: whether ``trainer.max_hours`` hours have passed since ``began_s``, as measured by
             ``now``.
     """
 

@@ -225,7 +225,9 @@ def frozen_names(network: nn.Module, freeze: str, name: str) -> list[str]:
     if not parameters & found or parameters <= found:
         what = "every" if parameters <= found else "no"
         some = printable(", ".join(sorted(parameters))[:200])
-        raise ConfigError(f"{where}: matches {what} parameter of model.name={name}, among {some}")
+        raise ConfigError(
+            f"{where}: matches {what} parameter of model.name={name}; its parameters: {some}"
+        )
     return sorted(found)
 
 
@@ -291,7 +293,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
     and ``MultiStepLR`` stepped once per epoch; ``exponential`` drops at every update, like
     ``ExponentialLR``. ``cosine`` falls from the end of the warm-up to ``final_fraction`` after the
     last update (SGDR, arXiv 1608.03983); ``linear`` reaches it at the last update. ``onecycle`` is
-    ``OneCycleLR`` with constant momentum, whose warm-up is a cosine.
+    ``OneCycleLR`` with constant momentum and a cosine warm-up.
     """
     epoch = step // steps_per_epoch
     total = epochs * steps_per_epoch

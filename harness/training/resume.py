@@ -153,7 +153,7 @@ def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str],
         if not models.are_published(config.model):
             tell(
                 f"{saved.where} contains no settings; data.*, model.name and trainer.precision "
-                "come from this command"
+                "are taken from this command"
             )
         return config
     reads = saved.in_run and config.mode is Mode.evaluate
@@ -216,8 +216,8 @@ def take_over(
     ``length`` is the number of training images, and ``lanes`` is their order.
 
     Raises:
-        CheckpointError: ``saved`` does not fit, or the epoch cannot be resumed. Training never
-            starts from scratch instead.
+        CheckpointError: ``saved`` does not match this run, or the epoch cannot be resumed. Training
+            never starts from scratch instead.
     """
     if saved is None:
         return None
@@ -244,7 +244,7 @@ def take_over(
         )
     say(
         f"resumed {saved.where} after step {state.step}, {state.epoch} epochs"
-        + f" and {state.samples} images of the next" * bool(state.samples)
+        + f" and {state.samples} images in the next" * bool(state.samples)
     )
     return rest(saved, config, state.world, length, lanes) if state.samples else None
 
@@ -272,9 +272,9 @@ def rest(
         ):
             if then != now:
                 raise CheckpointError(
-                    f"{saved.where}: saved within an epoch; its {name} is {then}, but this run's "
-                    f"is {now}, so the rest of the epoch would have different samples; use the "
-                    "same value, an end-of-epoch checkpoint, or another run.name"
+                    f"{saved.where}: saved within an epoch with {name}={then}, but this run uses "
+                    f"{now}, so the rest of the epoch would have different samples; use the same "
+                    "value, an end-of-epoch checkpoint, or a different run.name"
                 )
         left = EpochRemainder(held["epoch"], held["samples"], held["stop"])
         # raises if these ranks cannot share the rest

@@ -56,7 +56,7 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
     """Returns the content of a torch or safetensors file; ``others`` allows stand-ins.
 
     Raises:
-        CheckpointError: the file has another format, which the error specifies.
+        CheckpointError: the file has a different format, which the error message specifies.
         Exception: the file is corrupt.
     """
     size = file.seek(0, os.SEEK_END)
@@ -77,8 +77,8 @@ def load(file: IO[bytes], where: str, *, others: bool) -> Any:
             raise _pickled(where, "jit.load({})", "a TorchScript archive")
         if not inside or not plain:
             raise CheckpointError(
-                f"{where} is not a checkpoint: a zip archive of {listed(members)}; pass a file "
-                "written by torch.save"
+                f"{where} is not a checkpoint but a zip archive of {listed(members)}; pass a "
+                "file written by torch.save"
             )
         pickles = [archive.open(inside[0])]
     elif not head.startswith(b"\x80\x02\x8a\n"):
@@ -113,8 +113,8 @@ def _pickled(where: str, how: str = "load({}, weights_only=False)", what: str = 
         f"torch.save(net.state_dict(), {f'{where}.weights.pth'!r})"
     )
     return CheckpointError(
-        f"{where} contains {what or 'a pickled network'}, whose code would run; if you trust it, "
-        f"extract its weights with python -c {shlex.quote(code)}"
+        f"{where} contains {what or 'a pickled network'}, which would run code when loaded; if "
+        f"you trust it, extract its weights with python -c {shlex.quote(code)}"
     )
 
 

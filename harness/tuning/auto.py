@@ -93,7 +93,7 @@ def grid(
         trials[own],
         chosen,
         search="grid",
-        reason="It is the fastest of those tried, including startup. Model speed was not measured",
+        reason="With startup, it is the fastest of those tried. Model speed was not measured",
         complete=not is_over(),
     )
 

@@ -106,7 +106,7 @@ class Supply:
 
     @property
     def rate(self) -> Rate:
-        """Images/s over the window, with an interval from ten or more blocks."""
+        """Images/s over the window, with a confidence interval computed from blocks of it."""
         stride = max(1, len(self.points) // _BLOCKS)
         seconds, _, images, *_ = np.diff(self.points[::-stride], axis=0).T
         return Rate.of(-images, -seconds)

@@ -47,8 +47,8 @@ class Rate:
     def of(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
         """Returns the mean rate for blocks with ``images`` images that took ``seconds`` seconds.
 
-        The mean is total images over total seconds. The interval is Student's, over the blocks'
-        residuals (a ratio estimator); for a single block, it has no upper end.
+        The mean is total images over total seconds. The interval is a Student's t interval over
+        the blocks' residuals (a ratio estimator); for a single block, it has no upper end.
         """
         count = np.asarray(images, float)
         spent = np.asarray(seconds, float)

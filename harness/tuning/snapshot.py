@@ -58,7 +58,7 @@ class Snapshot:
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:
                 raise TypeError(
-                    f"{type(part).__name__} has no state_dict and load_state_dict, so it cannot be "
+                    f"{type(part).__name__} has no state_dict or load_state_dict, so it cannot be "
                     "restored"
                 )
         self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]

@@ -71,8 +71,8 @@ def archive(tmp_path: Path) -> Path:
 def refused(archive: Path, reason: str, most_bytes: int = 1 << 20) -> None:
     with pytest.raises(DataError, match=reason) as caught:
         read_members(archive, WANTED, most_bytes)
-    assert str(caught.value).startswith(f"{archive}: ")
-    assert str(caught.value).endswith("; delete the file and get it from its publisher")
+    assert str(caught.value).startswith(f"{archive} ")
+    assert str(caught.value).endswith("; delete it and download it from its publisher")
     assert listing(archive.parent.parent) == ["inner", "inner/x.tar.gz"]
 
 

@@ -228,7 +228,7 @@ def test_a_folder_that_vanishes_is_named(root: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         module, "path_state", lambda path: real(path + b"/gone" * path.endswith(b"/x"))
     )
-    with pytest.raises(DataError, match=r"^cannot read \S+/a/x: "):
+    with pytest.raises(DataError, match=r"^cannot read \S+/a/x; "):
         opened(root)
 
 

@@ -137,5 +137,5 @@ def test_folders_in_each_other_and_other_copies_are_refused(tree: Path, tmp_path
         (tree, tree / "small", 100), (tree / "train", tree, 100), (tree, tree, 100),
         (tree, out, 200), (tree / "train", out, 100), (tree, full, 100), (tmp_path / "no", out, 1),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match="name a|no such folder"):
+        with pytest.raises(ConfigError, match="specify a (new )?folder|no such folder"):
             shrink(source, target, side, 80)

@@ -218,7 +218,7 @@ def test_a_thread_of_an_image_is_refused() -> None:
     """An image a pixel wide is not blown up to gigabytes."""
     with pytest.raises(
         ValueError,
-        match="1x10000 pixels: too narrow; after resizing, the longer side would have 2560000",
+        match="1x10000 pixels .* would be 2560000",
     ):
         applied(eval_transform(224), noise(1, 10000))
 

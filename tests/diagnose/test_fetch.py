@@ -98,7 +98,7 @@ def test_samples_that_are_no_files(dropped: list[int]) -> None:
     )
     assert not list(files_of(arrays))
     assert short_sides(arrays) == []
-    assert "no files of their own" in str(cold_fetch(files_of(arrays), 1, 1.0))
+    assert "not files of their own" in str(cold_fetch(files_of(arrays), 1, 1.0))
 
 
 def test_a_part_of_a_folder_has_its_own_files_alone(tree: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_is_gone(tree: Path) -> None:
     """It is named."""
     lost = tree / "class0" / "0.png"
     lost.unlink()
-    assert "class0/0.png: cannot be read: No such file" in str(cold_fetch([str(lost)], 1, 1.0))
+    assert "class0/0.png cannot be read: No such file" in str(cold_fetch([str(lost)], 1, 1.0))
 
 
 def test_a_system_that_does_not_count(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_pipe_is_not_waited_for(tree: Path) -> None:
     """What is no regular file is named."""
     pipe = tree / "class0" / "never.png"
     os.mkfifo(pipe)
-    said = "never.png: cannot be read: not a regular file"
+    said = "never.png cannot be read: not a regular file"
     assert said in str(cold_fetch([str(pipe)], 8, 0.05))
 
 

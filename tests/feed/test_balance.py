@@ -226,5 +226,5 @@ def test_a_data_set_of_torchs_is_balanced_by_its_targets() -> None:
 )
 def test_a_data_set_without_labels_is_refused(given: Labeled) -> None:
     """The line names the setting and the way out."""
-    with pytest.raises(ConfigError, match="data.balance=1 .* attribute targets"):
+    with pytest.raises(ConfigError, match="^data.balance=1 .* data.name=mine:splits .*targets"):
         own_feeds(given).steps_per_epoch()

@@ -64,7 +64,7 @@ def test_a_file_of_settings_that_is_none(name: str, tmp_path: Path) -> None:
         (["--info=bogus"], "argument --info/-i: invalid choice: 'bogus'"),
         (
             ["hydra.run.dir=/dev/null/x"],
-            "/dev/null/x: cannot be used as run folder: Not a directory",
+            "/dev/null/x cannot be used as the run folder: Not a directory",
         ),
         (["run.name=../../evil"], "run.name=../../evil: use up to 200 letters"),
     ],
@@ -128,7 +128,7 @@ def test_a_rank_that_another_launcher_left_is_not_ours(tmp_path: Path) -> None:
     assert (tmp_path / "outputs/x/report.json").exists()
     assert (tmp_path / "outputs/x/.hydra/config.yaml").exists()
     done = trained(tmp_path, *run, "seed=2", **left)
-    assert "outputs/x: contains a run" in refused(done.stderr, done.returncode)
+    assert "outputs/x contains a run" in refused(done.stderr, done.returncode)
 
 
 def test_words_stay_as_they_were_typed(tmp_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_sockets_need_a_short_path(tmp_path: Path) -> None:
         "device=cpu",
         TMPDIR=str(long),
     )
-    assert "TMPDIR: path too long" in refused(done.stderr, done.returncode)
+    assert "TMPDIR: the path is too long" in refused(done.stderr, done.returncode)

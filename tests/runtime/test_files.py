@@ -156,7 +156,7 @@ def test_what_lies_in_the_way_is_set_aside(
     os.close(files.open_regular(path, flags, makes_way=True))
     assert path.read_bytes() == b"" and oddities.untouched(path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: not a regular file, rebuilding"
+        f"{path} is not a regular file; rebuilding it"
     ]
     path.write_text("x")
     os.close(files.open_regular(path, flags, makes_way=True))

@@ -70,7 +70,8 @@ def test_a_folder_has_one_owner_until_it_dies(other_run: subprocess.Popen[str]) 
     it.
     """
     with pytest.raises(
-        LockedError, match=rf"^run: in use by process {other_run.pid} on .*; .*set another run.name"
+        LockedError,
+        match=rf"^run is in use by process {other_run.pid} on .*; .*set a different run.name",
     ):
         folder.own(Path("run"))
     other_run.kill()
@@ -85,7 +86,9 @@ def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
     out.
     """
     Path("taken").write_text("")
-    with pytest.raises(ConfigError, match=r"^taken/x.*: cannot be used .*; .*set hydra.run.dir"):
+    with pytest.raises(
+        ConfigError, match=r"^taken/x.* cannot be used .*: Not a directory; .*set hydra.run.dir"
+    ):
         make(Path("taken/x"))  # type: ignore[operator]
 
 
@@ -104,7 +107,7 @@ def test_a_full_disk_is_no_error_of_the_folder(monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
     """A read-only folder is a ConfigError before anything starts."""
     Path("run").mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match=r"^run: cannot be used as run folder: Permission denied"):
+    with pytest.raises(ConfigError, match=r"^run cannot be used .*: Permission denied; "):
         folder.own(Path("run"))
 
 
@@ -185,7 +188,7 @@ def test_a_log_that_cannot_be_opened_is_refused(
 
     monkeypatch.setattr(logging, "FileHandler", refuse)
     with (
-        pytest.raises(ConfigError, match="cannot be used as run folder: Permission denied"),
+        pytest.raises(ConfigError, match=r" cannot be used .*: Permission denied; "),
         folder.logging_to(tmp_path),
     ):
         pass
@@ -206,9 +209,7 @@ def test_settings_are_written_through_no_link(tmp_path: Path) -> None:
 def test_an_odd_lock_is_refused(plant: Plant) -> None:
     """No link is followed and no FIFO waited for; what a link leads to keeps what it held."""
     oddities.put(plant, Path("run/.lock"))
-    with pytest.raises(
-        ConfigError, match=r"^run: cannot be used as run folder: \S.*; .*set hydra.run.dir"
-    ):
+    with pytest.raises(ConfigError, match=r"^run cannot be used [^:]*: \S.*; .*set hydra.run.dir"):
         folder.own(Path("run"))
     assert oddities.untouched(Path("run/.lock"))
 
@@ -248,7 +249,7 @@ sys.stdin.read()
         assert process.stdout is not None and process.stdout.readline() == "run\n"
         with pytest.raises(
             LockedError,
-            match=rf"^run: in use by process {process.pid} on .*; .*set another run.name",
+            match=rf"^run is in use by process {process.pid} on .*; .*set a different run.name",
         ):
             folder.own(Path("run"))
         process.kill()
@@ -258,11 +259,8 @@ sys.stdin.read()
         folder.own(Path("other"))
         assert process.stderr is not None and len(process.stderr.read().splitlines()) == 1
     lines = [record.getMessage() for record in caplog.records]
-    assert (
-        len(lines) == 2
-        and f"{tmp_path}/run/.lock: no file locks ({without_flock}): only runs on this machine"
-        in lines[0]
-    )
+    assert len(lines) == 2
+    assert f"{tmp_path}/run/.lock " in lines[0] and f" file locks ({without_flock})" in lines[0]
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 

@@ -89,7 +89,7 @@ def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
     )
     code, output, error = ended(stuck.replace("NUMBER", str(int(number))))
     assert (code, output) == (128 + number, "first\n")
-    assert error == f"error: stopped by {named(number)}, the second one; not saving\n"
+    assert error == f"error: stopped by {named(number)}, the second signal; not saving\n"
 
 
 def test_a_second_signal_acts_where_nobody_reads() -> None:

@@ -54,7 +54,7 @@ def test_a_missing_module_is_refused_without_importing_any(write_module: Write) 
     write_module("his", "raise RuntimeError")
     user_code.check("model.name", "his:build")
     user_code.check("model.name", "resnet18")
-    with pytest.raises(ConfigError, match="data.name=hers.more:build: no module hers in the"):
+    with pytest.raises(ConfigError, match="data.name=hers.more:build: .*no module hers in the"):
         user_code.check("data.name", "hers.more:build")
 
 
@@ -62,15 +62,19 @@ def test_a_missing_module_is_refused_without_importing_any(write_module: Write) 
     ("name", "error"),
     [
         pytest.param(
-            "his:build", "no module his in the current folder or the environment", id="no module"
+            "his:build",
+            "there is no module his in the current folder or the environment",
+            id="no module",
         ),
         pytest.param(
             "json.his:build",
-            "no module json.his in the current folder or the environment",
+            "there is no module json.his in the current folder or the environment",
             id="no submodule",
         ),
         pytest.param(
-            "mine:built", r"no built in /.*/mine.py; did you mean build\?", id="no function"
+            "mine:built",
+            r"no built in /.*/mine.py; did you mean build\?",
+            id="no function",
         ),
         pytest.param("mine:", "no function in /.*/mine.py; write mine:FUNCTION", id="no name"),
         pytest.param(

@@ -72,7 +72,7 @@ def test_what_may_be_read_the_next_time_is_not_given_up(
     else:
         with pytest.raises(
             CheckpointError,
-            match=r"step-2\.\w+: .*Too many open files",
+            match=r"step-2\.\w+ .*Too many open files",
         ):
             checkpoint_read.read(tmp_path)
 
@@ -182,8 +182,8 @@ def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("manifest", "text"),
     [
-        ("{", "not the record of a checkpoint"),
-        ('{"schema": 1}', "not the record"),
+        ("{", r"step-1\.json .*JSONDecodeError"),
+        ('{"schema": 1}', r"step-1\.json .*KeyError"),
         (
             json.dumps({"schema": 99, "step": 1, "epoch": 1, "top1": None, "sha256": ""}),
             "written by a newer version",
@@ -204,7 +204,7 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("hello", "world")
-    with pytest.raises(CheckpointError, match="not a checkpoint: a zip archive of hello"):
+    with pytest.raises(CheckpointError, match="not a checkpoint .*hello"):
         read_weights(path)
 
 
@@ -271,7 +271,7 @@ def test_an_odd_record_is_no_checkpoint(
     record = save(tmp_path, 2).path.with_suffix(".json")
     rewrite(record, change)
     assert checkpoint_read.read(tmp_path).record.step == 1
-    assert caplog.messages[0].startswith(f"{record}: not the record of a checkpoint: ")
+    assert caplog.messages[0].startswith(f"{record} is not a checkpoint record: ")
 
 
 def test_a_record_without_a_number_for_top1_is_unrated(tmp_path: Path) -> None:
@@ -381,6 +381,5 @@ def test_weights_that_are_not_finite_are_warned_of(
         tmp_path / "x.pt",
     )
     assert set(read_weights(tmp_path / "x.pt")) == {"a", "w", "v"}
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'x.pt'}: w holds NaN or infinity"
-    ]
+    (warned,) = caplog.messages
+    assert warned.startswith(f"{tmp_path / 'x.pt'}: w ") and "NaN" in warned

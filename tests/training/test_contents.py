@@ -241,9 +241,8 @@ def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixt
     _trained.cache_clear()
     saved["model"]["0.weight"][0] = math.nan
     state.load(Saved("step-3.pt", saved))
-    assert [record.getMessage() for record in caplog.records] == [
-        "step-3.pt: model.0.weight holds NaN or infinity"
-    ]
+    (warned,) = caplog.messages
+    assert warned.startswith("step-3.pt: model.0.weight ") and "NaN" in warned
 
 
 @pytest.mark.parametrize(

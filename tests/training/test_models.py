@@ -88,9 +88,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named() -> None:
     """A path that does not exist by now: what is typed is checked before."""
-    with pytest.raises(
-        CheckpointError, match=r"^none\.pth: cannot be read: No such file or directory$"
-    ):
+    with pytest.raises(CheckpointError, match=r"^none\.pth .*: No such file or directory$"):
         models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 
 
@@ -149,7 +147,7 @@ def test_published_weights_are_taken_over_with_a_new_head(
     for key, value in network.state_dict().items():
         assert key in head or torch.equal(value, published[key]), key
     assert {network.state_dict()[key].shape[0] for key in head} == {7}
-    assert "model.weights=DEFAULT: new head for 7 classes" in capsys.readouterr().out
+    assert "new head for 7 classes" in capsys.readouterr().out
 
 
 def test_the_published_head_is_taken_where_it_fits(
@@ -282,8 +280,8 @@ def test_a_network_of_the_users_own(write_module: Callable[[str, str], None]) ->
             "for data.image_size=8 it failed with RuntimeError: .*mat1 and mat2 shapes .*",
         ),
         ("empty", "the network has no parameters to train"),
-        ("kept", "1._extra_state of its state_dict is not a dense tensor, .*"),
-        ("unused", "0.spare.weight of its state_dict is not a dense tensor, .*"),
+        ("kept", "1._extra_state in its state_dict is not a dense tensor, .*"),
+        ("unused", "0.spare.weight in its state_dict is not a dense tensor, .*"),
     ],
 )
 def test_a_network_that_cannot_be_trained_is_one_line(

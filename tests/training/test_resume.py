@@ -271,7 +271,7 @@ def test_a_foreign_file_says_that_it_has_no_settings(
     """Weights alone know no normalization: the command's settings count, and a line says it."""
     config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")
     assert resume.settings(config, Saved("x.pth", {}), ()) == config
-    assert "x.pth: holds no settings; data.*, model.name" in capsys.readouterr().out
+    assert "x.pth contains no settings; data.*, model.name" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> 
     config = composed("mode=train", "resume=auto", "run.name=x")
     assert resume.find(config, tmp_path, ALONE) is None
     config.mode = Mode.evaluate
-    with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
+    with pytest.raises(CheckpointError, match="no checkpoint; .*resume=PATH"):
         resume.find(config, tmp_path, ALONE)
 
 
@@ -427,9 +427,9 @@ def test_another_number_of_ranks_keeps_the_update(
         assert printed == ""
     else:
         assert printed == (
-            f"checkpoint: {ranks} ranks, now {now}: loader.batch_size={batch} "
-            f"trainer.accumulate_steps={parts}: effective batch size {batch * parts * now}, before "
-            f"{64 * ranks}\n"
+            f"checkpoint: {ranks} ranks, now {now}: using loader.batch_size={batch} "
+            f"trainer.accumulate_steps={parts}: effective batch size {batch * parts * now} "
+            f"(was {64 * ranks})\n"
         )
 
 
@@ -453,13 +453,8 @@ def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
 @pytest.mark.parametrize(
     ("size", "length", "more", "text"),
     [
-        (1, 999, {}, "its number of training images is 1000, this run's 999"),
-        (
-            1,
-            1000,
-            {"settings": {"seed": 3}},
-            "its seed is 3, this run's 0: the rest of the epoch would have different samples",
-        ),
+        (1, 999, {}, r"number of training images\W.*1000, .* 999,"),
+        (1, 1000, {"settings": {"seed": 3}}, r"seed\W.*3, .* 0, .* different samples"),
         (3, 1000, {"samples": 958}, "epoch 1: 3 ranks cannot share samples 958 to 960"),
     ],
     ids=["length", "seed", "ranks"],
@@ -477,7 +472,7 @@ def test_a_rest_that_cannot_be_had_is_refused(
 
 def test_the_rest_of_another_draw_is_refused(composed: Composed) -> None:
     """Within an epoch, another balance of the classes would have other samples left."""
-    with pytest.raises(CheckpointError, match="its data.balance is 0.0, this run's 0.5: the rest"):
+    with pytest.raises(CheckpointError, match=r"data\.balance\W.*0\.0, .* 0\.5, "):
         resume.rest(kept(composed, 1, 320), composed("data.balance=0.5"), ALONE, 1000)
 
 
@@ -492,7 +487,7 @@ def test_the_rest_of_another_order_is_refused(
     for other in others:
         for then, now in ((lanes, other), (other, lanes)):
             state = {**saved.state, "lanes": str(then or "uniform")}
-            with pytest.raises(CheckpointError, match=r"its loader.order is .*: the rest"):
+            with pytest.raises(CheckpointError, match=r"loader\.order\W.* different samples"):
                 resume.rest(Saved("last.pt", state), composed(), ALONE, 1000, now)
     state = {**saved.state, "lanes": str(lanes)}
     assert resume.rest(Saved("last.pt", state), composed(), ALONE, 1000, lanes)

@@ -219,7 +219,7 @@ def test_an_error_in_the_background_is_raised_once(
     }
     with pytest.raises(
         DiskError,
-        match="checkpoints: cannot save the checkpoint: .*; .*resume=auto",
+        match="checkpoints: .*: File exists; .*resume=auto",
     ):
         calls[ask]()
     saves.check()

@@ -242,10 +242,8 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_steps_that_another_rank_ended_give_no_figure() -> None:
     """None were made here."""
-    assert (
-        lab(Step(lambda: StepRun((), ()))).attempt(OWN, "steps").refused
-        == "refused on another rank"
-    )
+    trial = lab(Step(lambda: StepRun((), ()))).attempt(OWN, "steps")
+    assert trial.refused == "failed on another rank"
 
 
 @pytest.mark.usefixtures("supply")

@@ -273,7 +273,7 @@ def test_all_feeds_follow_the_windows_of_a_run(
         pytest.approx(2 / 5.25e-3),
     )
     assert (
-        f"Step {change.step}: 8 loader threads instead of 2. Training waited for data 75% of"
+        f"Step {change.step}: now using 8 loader threads (was 2). Training waited for data 75% of"
         in capsys.readouterr().out
     )
     assert 100 < change.step <= 220 and change.step % 10 == 0

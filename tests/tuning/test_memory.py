@@ -96,7 +96,7 @@ def test_a_damaged_file_is_removed_with_one_warning(
     assert one.recall() is None
     assert one.recall() is None
     (said,) = warnings()
-    assert said.startswith(f"{one.path}: ")
+    assert said.startswith(f"{one.path} ")
     assert not one.path.exists()
 
 
@@ -108,7 +108,7 @@ def test_an_odd_file_gives_way_with_one_warning(
     """Whatever lies in the answer's place is no answer, and the next one is kept in its place."""
     oddities.put(plant, one.path)
     assert one.recall() is None
-    assert len(warnings()) == 1 and warnings()[0].startswith(f"{one.path}: ")
+    assert len(warnings()) == 1 and warnings()[0].startswith(f"{one.path} ")
     one.keep({"num_workers": 3})
     assert one.recall() == {"num_workers": 3}
     assert oddities.untouched(one.path) and len(warnings()) == 1

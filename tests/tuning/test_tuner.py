@@ -205,7 +205,7 @@ def test_ranks_do_not_take_each_other_for_strangers(
     )
     on(Machine(0.002, 0.0019, demand=700), 1)
     report = on(Machine(0.002, 0.0019, demand=700), 1, ranks=Pair(0, 2, 0, 2, CPU))
-    assert report.notes == ("images/s are those of the slowest of 2 ranks",)
+    assert report.notes == ("images/s are for the slowest of 2 ranks",)
     assert made == [2.0, None]
 
 

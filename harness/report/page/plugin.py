@@ -38,7 +38,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return True
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Returns the apps served below ``data/plugin/data_stalls``, by path.
+        """Returns the apps served under ``data/plugin/data_stalls``, keyed by path.
 
         These are the page's files, ``/runs`` with few points per run, and ``/run?name=`` with as
         many as fit.

@@ -122,7 +122,7 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
     elif not windows.last:
         notes.append(f"{METRICS_JSONL} has no window of steps yet")
     if windows.damaged:
-        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which were skipped")
+        notes.append(f"{METRICS_JSONL} has {windows.damaged} malformed lines, which were skipped")
     unfinished = "the run is unfinished or was killed; the page shows its output so far"
     report = read(REPORT_JSON, read_written, unfinished)
     last_step = windows.last.get("step", 0)

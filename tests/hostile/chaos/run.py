@@ -192,7 +192,7 @@ def terms(plan: Plan) -> list[Row]:
     for (sign, ranks), ends in sorted(kinds.items()):
         wrong = [text for end in ends for text in end.wrong]
         exits_s = sorted(end.exit_s for end in ends)
-        stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
+        stopped = [end.run for end in ends if "\nresume with " in end.run.said]
         if stopped:
             wrong += _continued(
                 plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks)
@@ -265,14 +265,14 @@ def _untold(folder: Path, said: str) -> list[str]:
     saved = [record.step for record in checkpoint_read.records(folder / "checkpoints")]
     ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
     agree = len(ends) == 3 and len(set(ends)) == 1
-    if not (made or saved) or (agree and "\nsaved  " in said and "\ngo on with " in said):
+    if not (made or saved) or (agree and "\nsaved  " in said and "\nresume with " in said):
         return []
     return [f"the last steps logged, saved and told are {ends}"]
 
 
 def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
     """What is wrong once a run was gone on with by the command that it printed."""
-    (command,) = re.findall(r"^go on with\s+(.*)$", stopped.said, re.MULTILINE)
+    (command,) = re.findall(r"^resume with\s+(.*)$", stopped.said, re.MULTILINE)
     with Run(plan, stopped.place, ["bash", "-c", command]) as life:
         code = life.code()
     wrong = wrong_lines(life.folder)
@@ -375,7 +375,11 @@ def user(plan: Plan) -> list[Row]:
                 life.trains()
                 life.signal(SIGINT)
                 code = life.code()
-            if code != 128 + SIGINT or "\ngo on with " not in life.said or "Traceback" in life.said:
+            if (
+                code != 128 + SIGINT
+                or "\nresume with " not in life.said
+                or "Traceback" in life.said
+            ):
                 wrong.append(f"exit code {code}: {life.said[-300:]!r}")
             else:
                 wrong += _continued(plan, life, whole)
@@ -593,7 +597,7 @@ PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
-    about = "Stop runs, go on with them, and compare them with runs that were not stopped."
+    about = "Stop runs, resume with them, and compare them with runs that were not stopped."
     options = parser(about, PAGE, json=False)
     add = options.add_argument
     add("--parts", help=f"some of {','.join(PARTS)}; by default all")

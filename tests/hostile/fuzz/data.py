@@ -97,7 +97,7 @@ def archive(place: Path) -> Reader:
                 (place / name.rpartition("/")[2]).write_bytes(content)
             cifar._sources("cifar10", place)
         except DataError as error:
-            return f"DataError, {'member' if 'is not as published' in str(error) else 'archive'}"
+            return f"DataError, {'member' if 'does not match' in str(error) else 'archive'}"
         return ""
 
     # half of the time it is the tar inside that is changed

@@ -152,7 +152,7 @@ def test_the_command_names_a_folder_without_runs(
     """The message names the folder and what is looked for, with exit code 2."""
     assert main([str(tmp_path)]) == 2
     assert re.fullmatch(
-        rf"error: {re.escape(str(tmp_path))}: contains no run, a folder with report.json .*\n",
+        rf"error: {re.escape(str(tmp_path))} contains no run .*report\.json .*metrics\.jsonl.*\n",
         capsys.readouterr().err,
     )
 
