@@ -144,9 +144,7 @@ class StepBenchmark(ABC):
             self._stretch(batches, clock, 1, 1, 0.0)
             self._stretch(batches, clock, 0, skip, limit_s / 3)
             clock.close_window()
-            cpu_s = time.process_time()
             images, seconds = self._stretch(batches, clock, 2, math.inf, limit_s)
-            cpu_s = time.process_time() - cpu_s
             clock.settle()
         failed = self._failed
         # its traceback references a batch
@@ -156,7 +154,7 @@ class StepBenchmark(ABC):
         window = clock.close_window()
         stall = window.stall_fraction if window else None
         steps_s = clock.device_steps(len(images)) or tuple(seconds)
-        return StepRun(tuple(images), steps_s, stall or 0.0, cpu_s)
+        return StepRun(tuple(images), steps_s, stall or 0.0)
 
     def _stretch(
         self,
@@ -236,7 +234,7 @@ class StepRun(NamedTuple):
         images: number of images per step or group.
         seconds: duration of each step or group, from the end of the previous one.
         stall_fraction: as in ``Window``, by the device's clock if it has one.
-        cpu_s: CPU time of all threads in this process during the steps.
+        cpu_s: CPU time of all threads in this process during the steps; only from ``demand``.
         first_s: extra time for the very first step: compilation, kernel selection.
         launch_s: host seconds per image during which a loop that loads in its own thread cannot
             load.
