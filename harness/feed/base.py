@@ -249,15 +249,12 @@ class Backend(ABC):
             if given < wanted:
                 raise LoaderError(f"the loader ended after {given} of {wanted} batches")
         finally:
-            self._leave(own, is_whole=0 < given == wanted)
-
-    def _leave(self, own: object, is_whole: bool) -> None:
-        """Ends a pass, unless a later one has taken over the workers."""
-        if self._running in (None, own):
-            self._running = None
-            # requested batches would arrive in the next pass
-            if not (is_whole and self.settings.persistent_workers):
-                self.close()
+            # unless a later pass has taken over the workers
+            if self._running in (None, own):
+                self._running = None
+                # requested batches would arrive in the next pass
+                if not (0 < given == wanted and self.settings.persistent_workers):
+                    self.close()
 
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
