@@ -528,20 +528,19 @@ class Feeds:
 
     def _train_order(self) -> Order:
         loader = self.config.loader
+        order = self._whole_order(self.splits.train, loader.batch_size)
         if self.config.mode is Mode.evaluate:
             # any number of images is enough if there are no steps
-            return self._whole_order(self.splits.train, loader.batch_size)
+            return order
         strength = self.config.data.balance
         balance = None
         if strength:
             balance = self.splits.labels_for(f"data.balance={strength:g}"), strength
-        order = Order(
-            len(self.splits.train),
-            loader.batch_size,
+        order = replace(
+            order,
             seed=self.config.seed,
+            shuffle=True,
             drop_last=loader.drop_last,
-            rank=self.world.rank,
-            world_size=self.world.size,
             accumulate_steps=self.config.trainer.accumulate_steps,
             repeats=self.config.data.repeats,
             balance=balance,
