@@ -197,8 +197,7 @@ class Backend(ABC):
     def polled(self, poll_s: float, check: bool = True) -> Generator[HostBatch | None, None, None]:
         """Iterates over one pass; yields None after each ``poll_s`` seconds without a batch.
 
-        A wait lasts at most 2 s (0.5 s for threads), whatever ``poll_s`` is. With an infinite
-        ``poll_s``, only batches are yielded.
+        A wait lasts at most 2 s (0.5 s for threads). An infinite ``poll_s`` yields only batches.
 
         Args:
             poll_s: timeout per batch, in seconds.
