@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..clock.stages import START, StageMeter, StageTimer
 from ..config import (
-    BackendName,
     Config,
     ConfigError,
     LoaderConfig,
@@ -346,8 +345,7 @@ class Feeds:
 
         Arrays suit images that are already in memory.
         """
-        named = self.config.loader.backend
-        if named not in (None, BackendName.auto):
+        if named := named_backend(self.config):
             return (named.name,)
         train = self.splits.train
         if isinstance(train, OwnDataset):
@@ -366,7 +364,7 @@ class Feeds:
         # Threads start quickly and share memory, and decoding releases the GIL. A user's dataset
         # may hold it.
         backend = THREADS if isinstance(train, ImageDataset) else PROCESSES
-        if (named := named_backend(self.config)) is not None:
+        if named := named_backend(self.config):
             backend = named.name
         workers = loader.num_workers
         if workers is None:
