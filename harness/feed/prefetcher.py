@@ -8,7 +8,6 @@ Errors and early exits behave as in a plain loop.
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections import deque
@@ -28,10 +27,10 @@ from ..clock.spans import named
 from ..clock.stages import Stamps
 from ..runtime import accelerator
 from ..runtime.accelerator import Accelerator
+from ..runtime.folder import log
 from . import nest
 from .base import Backend, BufferPool, HostBatch
 
-_log = logging.getLogger("wellfed")
 Batches = Generator[Any, None, None]
 Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
@@ -96,7 +95,7 @@ class DataPrefetcher:
         self.loader = loader
         own = accelerator.get(device)
         if not own.tells:
-            _log.warning("DataPrefetcher: device=%s does not support copying batches ahead", device)
+            log.warning("DataPrefetcher: device=%s does not support copying batches ahead", device)
         self.device = own.device
         if ahead is None:
             ahead = own.has_streams
