@@ -53,7 +53,8 @@ class Snapshot:
             elif isinstance(part, GradScaler):
                 # not its state_dict: a step may have run out of memory during an update
                 self._keep(vars(part))
-                self._keep(part._per_optimizer_states)
+                # a disabled scaler has none
+                self._keep(getattr(part, "_per_optimizer_states", {}))
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
             else:

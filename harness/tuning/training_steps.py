@@ -39,10 +39,7 @@ class TrainingBenchmark(StepBenchmark):
         """
         state = self._step.state
         step = state.step
-        parts = [state.network, state.optimizer]
-        if state.scaler.is_enabled():
-            parts.append(state.scaler)
-        snapshot = Snapshot(parts, self.device)
+        snapshot = Snapshot((state.network, state.optimizer, state.scaler), self.device)
         self._made = 0
         average = state.average
         state.average = None
