@@ -143,7 +143,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
             if r.prepare >= FED:
                 yield f"Preparing batches takes {r.prepare:.0%}"
         case "transport" if verdict.why:
-            yield f"For {r.handed:.0%} of that, batches were made but were still in transfer"
+            yield f"For {r.handed:.0%} of that, batches were ready but still in transfer"
         case "copy" if r.moved * r.starved > r.copy:
             yield f"Moving and normalizing batches took {r.moved:.0%} of that"
         case "copy":
