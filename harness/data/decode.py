@@ -58,16 +58,16 @@ _USUAL_COLORS = ("Gray", "YCbCr", "RGB")
 # arithmetic decoding never warns about a bad code; leftover bytes are pixels
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
-# names in Image.Transpose by EXIF orientation, from 2
-_TURNS = dict(
-    enumerate(
-        (
-            "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270",
-            "TRANSVERSE", "ROTATE_90",
-        ),
-        2,
-    )
-)  # fmt: skip
+# by EXIF orientation
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class _Jpeg(JpegImageFile):
@@ -269,7 +269,7 @@ def _turned(rgb: Image.Image, image: Image.Image, options: DataConfig) -> Image.
     if options.exif_orientation:
         # even with a corrupt EXIF block, the pixels are complete
         with suppress(Exception):
-            turn = Image.Transpose[_TURNS[image.getexif()[ExifTags.Base.Orientation]]]
+            turn = _TURNS[image.getexif()[ExifTags.Base.Orientation]]
     return rgb if turn is None else rgb.transpose(turn)
 
 

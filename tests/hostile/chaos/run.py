@@ -597,7 +597,7 @@ PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
-    about = "Stop runs, resume with them, and compare them with runs that were not stopped."
+    about = "Stop runs, resume them, and compare them with runs that were not stopped."
     options = parser(about, PAGE, json=False)
     add = options.add_argument
     add("--parts", help=f"some of {','.join(PARTS)}; by default all")
