@@ -123,7 +123,7 @@ function stepRows(course) {
     ...PARTS.map((part) =>
       rowOf(mean(course, `time/${part}_ms/median`), words(part), ms, swatch(part))),
     rowOf(mean(course, "time/step_ms/median"), "median step", ms, stroke("median")),
-    rowOf(most(course, "time/step_ms/p95"), "95 of 100 steps are below", ms, stroke("p95")),
+    rowOf(most(course, "time/step_ms/p95"), "95th percentile", ms, stroke("p95")),
     rowOf(most(course, "time/step_ms/max"), "longest step", ms),
     cause,
   ];
@@ -162,9 +162,9 @@ function stepChart(course, basis, join) {
   };
   const toggle = h("button", { type: "button", "aria-pressed": "false", click },
     "Draw at full height");
-  const lines = [[stroke("median"), "median step"], [stroke("p95"), "95 of 100 steps are below"]];
+  const lines = [[stroke("median"), "median step"], [stroke("p95"), "95th percentile"]];
   const legend = [...partKeys(layers(course).map(({ part }) => part)), ...lines];
-  const clock = { device: "device events", host: "host clock" }[basis] ?? "clock not known";
+  const clock = { device: "device events", host: "host clock" }[basis] ?? "unknown clock";
   return h("div", { class: "chart" },
     head("Step time", h("span", { class: "badge" }, clock), keys(legend)), box,
       spikeList(course, toggle));
@@ -230,7 +230,7 @@ function missing(course, charts) {
 
 export function courseSection(run, charts) {
   const course = run.course;
-  if (!course) return absent("metrics.jsonl has no window of steps");
+  if (!course) return absent("metrics.jsonl contains no window of steps");
   const join = cursorOf(course);
   const grouped = course.windows > course.steps.length
     && `, in ${course.steps.length} groups: lines are means, `

@@ -12,8 +12,8 @@ const part = (some, all) => (all > 0 ? some / all : undefined);
 
 export function mistakesSection({ report, mistakes }) {
   if (!mistakes) {
-    return absent(report.top1 === undefined ? "no evaluation has ended"
-      : "the run's folder has no mistakes.json, or this page shows several runs: see the run's own");
+    return absent(report.top1 === undefined ? "no evaluation has finished"
+      : "the folder has no mistakes.json, or this page shows several runs: see the run's own page");
   }
   const { classes, kinds, counts, mistakes: surest } = mistakes;
   const sum = (numbers) => numbers.reduce((all, one) => all + one, 0);
@@ -27,7 +27,8 @@ export function mistakesSection({ report, mistakes }) {
       h("div", {}, h("h3", {}, "Most frequent mistakes"), kindTable(classes, kinds))),
     h("h3", {}, "Most confident mistakes"),
     surest.length ? pictures(surest.map(({ label, given, probability, where, picture }) => (
-      { picture, where, lines: [`taken for ${given} (${share(probability)})`, `in truth ${label}`] })))
+      { picture, where,
+        lines: [`predicted as ${given} (${share(probability)})`, `true class ${label}`] })))
       : note("None."),
   ];
 }
@@ -50,11 +51,11 @@ function classTable(classes, kinds) {
     known(accuracy(place), share), known(classes.images[place], count), taken.get(place) ?? "",
     known(part(classes.correct[place], classes.given[place]), share),
     ...(trained.length ? [known(trained[place], count)] : [])]);
-  const columns = ["class", "recall", "images", "most often taken for",
+  const columns = ["class", "recall", "images", "most often predicted as",
     "precision", ...(trained.length ? ["training images"] : [])];
   return [scrolled("Classes", table({ kind: "classes", columns, rows })),
     names.length > MOST_ROWS && note(`The ${count(MOST_ROWS)} worst classes of `
-      + `${count(names.length)}; classes.csv has all.`)];
+      + `${count(names.length)}; classes.csv contains all.`)];
 }
 
 function kindTable(classes, kinds) {
@@ -63,7 +64,7 @@ function kindTable(classes, kinds) {
     [classes.class[label], classes.class[given],
       `${count(images)} of ${known(classes.images[label], count)}`]);
   return scrolled("Most frequent mistakes",
-    table({ kind: "classes", columns: ["true class", "taken for", "images"], rows }));
+    table({ kind: "classes", columns: ["true class", "predicted as", "images"], rows }));
 }
 
 // Cells of true classes (rows) and predictions (columns), by their share of the row.
@@ -94,7 +95,7 @@ function matrix(classes, kinds) {
       const cell = ([place, images]) => {
         const [row, column] = [Math.floor(place / side), place % side];
         const [x, y] = [edge + column * size, edge + row * size];
-        const told = `${nameOf(row)} taken for ${nameOf(column)}: ${many(images, "image")}`;
+        const told = `${nameOf(row)} predicted as ${nameOf(column)}: ${many(images, "image")}`;
         return [s("rect", { x, y, width: size, height: size, class: row === column ? "right"
           : "wrong", "fill-opacity": Math.sqrt(images / rows[row]) }, s("title", {}, told)),
         side <= NUMBERED && images > 0 && label(x + size / 2, y + size / 2 + 4, count(images))];
@@ -105,7 +106,7 @@ function matrix(classes, kinds) {
         s("text", { transform: `translate(${middle(place)},${edge - 6}) rotate(-90)` },
           cut(name))]);
       return s("svg", { width, height: edge + side * size + 1, role: "img", class: "matrix",
-        "aria-label": "Confusion matrix; the table beside it has the numbers" },
+        "aria-label": "Confusion matrix; the table next to it contains the numbers" },
       s("rect", { x: edge, y: edge, width: side * size, height: side * size, class: "frame" }),
       titles, [...cells].map(cell));
     }),

@@ -16,7 +16,7 @@ const BASIS = {
   },
   host: {
     clock: "host clock",
-    says: "Measured by the host's clock: here nothing runs during a wait.",
+    says: "Measured by the host's clock: nothing runs here during a wait.",
     by: "by the host's clock",
   },
 };
@@ -28,7 +28,7 @@ const WAITS = {
   make: "no batch was made yet",
   transport: "on its way from a worker",
   pin: "copied to pinned memory",
-  move: "handed over, copy issued",
+  move: "handed over, and copy started",
 };
 const REST = {
   ...MEANINGS,
@@ -65,7 +65,7 @@ export function runView(run, declared, heading) {
       note(facts(report, ended))),
     list(run.notes, "notes"),
     verdictCard(report, ended),
-    (report.expected ?? []).map((text) => note(`Expected: ${text}`)),
+    (report.expected ?? []).map((text) => note(`Suggestion: ${text}`)),
     figures(run, ended),
     contents(headings),
     sections.map(([, body], index) => h("section", {}, headings[index], body)));
@@ -89,7 +89,7 @@ function facts({ status, steps, epochs, world_size: ranks, goodput, environment,
     ranks > 1 && many(ranks, "rank"),
     goodput && `${seconds(goodput.wall_s)} from command to exit`,
     environment?.device ?? environment?.cpu,
-    error && `ended by: ${error}`,
+    error && `error: ${error}`,
   ].filter(Boolean).join(" · ");
 }
 
@@ -111,11 +111,11 @@ function copyButton(text) {
 }
 
 function verdictCard({ verdict }, ended) {
-  const why = ended ? "this run's report has no verdict"
+  const why = ended ? "this run's report contains no verdict"
     : "the verdict comes with the report, at the end of the run";
   if (!verdict) return h("div", { class: "verdict" }, absent(why));
   const { bottleneck, ceiling, sentence, next_step: next, evidence = [] } = verdict;
-  const bound = { balanced: "balanced", unknown: "not known" }[bottleneck]
+  const bound = { balanced: "balanced", unknown: "unknown" }[bottleneck]
     ?? `verdict: ${words(bottleneck)}`;
   const mood = WELL.includes(bottleneck) ? "good" : bottleneck === "unknown" ? "" : "bad";
   return h("div", { class: `verdict ${mood}` },
@@ -134,17 +134,17 @@ function figures(run, ended) {
   const cards = [
     ["Throughput", report.images_per_s, perSecond, ended ? "while training" : "in the last window",
       "no step was timed"],
-    ["Step", step?.median, ms, step && `95 of 100 below ${ms(step.p95)}, longest ${ms(step.max)}`,
+    ["Step", step?.median, ms, step && `95th percentile ${ms(step.p95)}, longest ${ms(step.max)}`,
       "no step was timed"],
     ["Stalled", report.stall_fraction, share, `of the time, ${by}`, "no step was timed"],
     ["Goodput", report.goodput?.fraction, share, "of the wall time the device was busy",
-      "the device's own time is not known"],
+      "the device's own time is unknown"],
     ["Top-1", report.top1, share, report.val_images
       && `on ${many(report.val_images, report.evaluated?.replace(/s$/, "") ?? "image")}`,
-      "no evaluation has ended"],
+      "no evaluation has finished"],
     ...(run.mistakes?.classes.class.length > 5 ? [["Top-5", report.top5, share,
-      "the true class is among the top five predictions", "no evaluation has ended"]] : []),
-    ["GPU utilization", report.gpu_utilization, share, "some kernel ran, whole device",
+      "the true class is among the top five predictions", "no evaluation has finished"]] : []),
+    ["GPU utilization", report.gpu_utilization, share, "a kernel was running, whole device",
       "no NVIDIA GPU reported it"],
     ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes,
       memoryHint(memory),
@@ -189,15 +189,15 @@ function stepSection(report, declared, ended) {
     .map(words);
   const reason = basis === "host" ? "it needs the events of a CUDA device"
     : "this device does not report it";
-  const why = ended ? reason : "the last window lacks it";
+  const why = ended ? reason : "not in the last window";
   return [
     note(h("span", { class: "badge" }, clock), says),
     wholeBar({ title: "One step", columns: ["share of the time", "median", "longest"], segments }),
     missing.length > 0 && note(`Not available: ${missing.join(", ")} (${why}).`),
     waitBar(Object.entries(report.wait_parts ?? {})),
     hostParts(Object.entries(report.host_parts_s ?? {})),
-    tableOf("All figures of the steps",
-      ["figure", "median", "95 of 100 below", "longest", "what it says"], () =>
+    tableOf("All step metrics",
+      ["metric", "median", "95th percentile", "longest", "meaning"], () =>
         allFigures(report, declared)),
   ];
 }
@@ -217,23 +217,24 @@ function waitBar(parts) {
   const segments = parts.map(([name, value], index) => (
     { name: words(name), value, fill: other(index), cells: [share(value)], meaning: WAITS[name] }));
   return segments.length > 0
-    && [h("h3", {}, "Wait for data by cause"),
+    && [h("h3", {}, "Data wait by cause"),
       wholeBar({ title: "Wait for data", columns: ["share of the wait"], segments })];
 }
 
 function hostParts(parts) {
   const told = parts.map(([name, value]) => `${words(name)} ${seconds(value)}`);
-  return told.length > 0 && note(`Host work between steps, in all: ${told.join(", ")}.`);
+  return told.length > 0 && note(`Host work between steps, in total: ${told.join(", ")}.`);
 }
 
 function goodputSection({ goodput }, ended) {
-  if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is not known"
+  if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is unknown"
     : "it is known when the run ends");
   const { fraction, busy_s: busy, wall_s: wall } = goodput;
   const rest = goodput.rest.filter((part) => part.s > 0);
   const others = rest.map((part) => part.name).filter((name) => !PARTS.includes(name));
   const fill = (name) => (PARTS.includes(name) ? name : other(others.indexOf(name)));
-  const segments = [{ name: "device busy", value: busy, fill: "compute", meaning: MEANINGS.compute },
+  const segments = [
+    { name: "device busy", value: busy, fill: "compute", meaning: MEANINGS.compute },
     ...rest.map((part) => (
     { name: words(part.name), value: part.s, fill: fill(part.name), meaning: REST[part.name] }))];
   return [
@@ -252,7 +253,7 @@ function stagesSection({ stages, workers, loader }) {
     && `${who} making batches in ${share(busy)} of the training time. `;
   const caption = alone ? "per sample, in the training process"
     : "per sample, mean over all workers";
-  return [note(told, workers && `${many(workers.samples, "sample")} in all.`),
+  return [note(told, workers && `${many(workers.samples, "sample")} in total.`),
     stageBars(stages, caption)];
 }
 
@@ -274,7 +275,7 @@ function settingsSection({ report, config }) {
   const typed = report.run?.overrides ?? [];
   return [
     h("p", {}, typed.length ? ["Typed: ", copyButton(typed.map(quoted).join(" "))]
-      : "No setting was typed, or the report lacks it."),
+      : "No setting was typed, or the report does not contain it."),
     h("div", { class: "columns" }, pairs("Loader as used", report.loader),
       pairs("Environment", report.environment)),
     config && h("details", {}, h("summary", {}, "The whole configuration"),

@@ -43,7 +43,7 @@ function ring(x, y, r) {
 }
 
 export function supplySection(tuning) {
-  if (!tuning) return absent("this run has no tuning.json: loader.autotune=false");
+  if (!tuning) return absent("this run has no tuning.json, because loader.autotune=false");
   const trials = tuning.trials.toSorted((a, b) => a.settings.num_workers - b.settings.num_workers
     || a.kind.localeCompare(b.kind));
   const cost = tuning.reused ? "remembered from an earlier run"
@@ -62,7 +62,7 @@ export function supplySection(tuning) {
     h("p", {}, tuning.sentence, h("span", { class: "note" }, ` (${tuning.search}, ${cost})`)),
     trials.length ? [keys(legend), fitted((width) => drawn(tuning, trials, width))]
       : absent("nothing was measured"),
-    tableOf("Measurements of the tuner",
+    tableOf("Tuner measurements",
       ["setting", "measured", "images/s (95% interval)", "refused"], rows));
 }
 

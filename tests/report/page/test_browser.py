@@ -303,7 +303,7 @@ def test_what_went_wrong_is_shown(
     cells = browser.find_elements(By.CSS_SELECTOR, ".matrix .right")
     assert len(cells) == min(100, len(names))
     assert texts(browser, ".pictures figcaption") == [
-        f"taken for {names[-1]} (98.7%)\nin truth {names[0]}\n/data/{names[0]}",
+        f"predicted as {names[-1]} (98.7%)\ntrue class {names[0]}\n/data/{names[0]}",
         names[0],
     ]
     pictures = browser.find_elements(By.CSS_SELECTOR, "main img")
