@@ -979,6 +979,13 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
                 f"optim.{name}={shown(value)}: has no effect with optim.loss={c.optim.loss}; set "
                 f"it to {shown(none)}"
             )
+    for name, only in (("momentum", "sgd"), ("betas", "adamw"), ("eps", "adamw")):
+        value = getattr(c.optim, name)
+        if c.optim.name != only and value != getattr(OptimConfig(), name):
+            yield (
+                f"optim.{name}={shown(value)}: only affects {only}; if optim={c.optim.name} takes "
+                f"it, write 'optim.args={{{name}:{shown(value)}}}'"
+            )
     if c.data.repeats > 1 and c.data.balance > 0:
         yield f"data.repeats={c.data.repeats}: data.balance also repeats images; use one of the two"
     jitter = c.augment.color_jitter

@@ -32,6 +32,8 @@ BAD = [
     ("optim.lr=${foo:1}", "optim.lr"),
     ("optim.betas=[0.9,1.0]", "optim.betas=[0.9,1.0]"),
     ("optim.nesterov=true optim.momentum=0", "optim.nesterov=true"),
+    ("optim.name=RMSprop optim.eps=0.1", "optim.eps=0.1"),
+    ("optim=adamw optim.momentum=0.5", "optim.momentum=0.5"),
     ("optim.clip_norm=0", "optim.clip_norm=0.0"),
     ("optim=adamm", "optim=adamm"),
     ("optim.loss=mse", "optim.loss"),

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import random
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from ..monitor.console import AddRow, aligned, live_table
 from ..monitor.host import Neighbors
 from ..monitor.writer import RunWriter, publish
 from ..report.evidence import Evidence, worker_cost
-from ..report.statement import as_overrides, stated
+from ..report.statement import as_overrides, shrinking_helps, stated
 from ..report.verdict import Verdict, judge
 from ..runtime import accelerator
 from ..runtime.distributed import World, resume_command
@@ -660,6 +661,9 @@ def fitting_batch(feeds: Feeds, trainee: TrainingBenchmark) -> tuple[int, list[s
 
 def command(config: Config, overridden: Sequence[str], verdict: Verdict, world: World) -> str:
     """Returns the next command, with the user's overrides and the most helpful change."""
+    root = config.data.root
+    if root and shrinking_helps(verdict) and not verdict.change:
+        return shlex.join(["wellfed", "shrink", root, f"{root.rstrip('/')}-small"])
     more = "loader.autotune=true"
     if verdict.kind in _NO_CEILING:
         # fewer torch threads, alongside other programs

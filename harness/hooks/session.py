@@ -325,7 +325,8 @@ class Session(LoopTracker):
         if clock is None:
             # its child processes report their own
             if not self._has_children:
-                say(f"no training was detected: {self._why_not()}")
+                why = f": {self._why_not()}" if status != "failed" else " before the script failed"
+                say(f"no training was detected{why}")
             return
         if self.rank:
             figures = RankFigures.of(self.rank, clock.total(), self.forward_ms)
@@ -349,7 +350,7 @@ class Session(LoopTracker):
             say(line)
 
     def _why_not(self) -> str:
-        loader = "" if self.followed else "no torch DataLoader was created, and "
+        loader = "" if self.followed else "no torch DataLoader was iterated over, and "
         return (
             f"{loader}no torch optimizer stepped in the thread that started the script. "
             "wellfed.StepClock times other loops; in another process, put `with "

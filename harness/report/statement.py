@@ -87,6 +87,11 @@ class Statement:
     evidence: tuple[str, ...] = ()
 
 
+def shrinking_helps(verdict: Verdict) -> bool:
+    """Whether samples load faster from a smaller copy, and decoding is the bottleneck."""
+    return verdict.kind == "decode" and (verdict.shares.shrinks or 0.0) >= 1 + HARM
+
+
 def as_overrides(change: Change) -> str:
     """Returns settings as they are typed on the command line."""
     return " ".join(f"{name}={str(value).lower()}" for name, value in change.items())
@@ -104,7 +109,7 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     next_step = tried(verdict.change) or None
     reason = verdict.why or (r.late.part if kind == "rank" and r.late else kind)
     other = _WAYS.get(reason, _WAYS.get(kind))
-    if kind == "decode" and (r.shrinks or 0.0) >= 1 + HARM:
+    if shrinking_helps(verdict):
         faster = f"samples load {r.shrinks:.1f}x as fast"
         other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}, or add cores"
     ways = [way for way in (next_step, other) if way]

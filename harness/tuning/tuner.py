@@ -420,9 +420,10 @@ class OnlineTuner:
             if period.images_per_s < (1.05 if former < threads else 0.97) * before.images_per_s:
                 self._rest = self._next_rest
                 self._next_rest *= 4
+                limit = "not 5% more" if former < threads else "over 3% less"
                 reason = (
-                    f"Reverted: {threads} gave {period.images_per_s:.0f} images/s, "
-                    f"{former} gave {before.images_per_s:.0f}"
+                    f"Reverted: {threads} gave {period.images_per_s:.0f} images/s, {limit} than "
+                    f"the {before.images_per_s:.0f} with {former}"
                 )
                 self._change(former, period, before.wall_s, reason)
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_the_line_to_paste(
         change = {"trainer.num_threads": 1} if device == "cpu" else {}
     found = Verdict(bottleneck, SHARES, change)
     assert command(config, overridden, found, ranks(1)) == line
+
+
+def test_the_line_for_a_smaller_copy(composed: Callable[..., Config]) -> None:
+    """Where decoding is the bottleneck and no setting helps, but a smaller copy does."""
+    config = composed("data=imagefolder", "data.root=/my images/")
+    found = Verdict("decode", replace(SHARES, shrinks=13.6))
+    line = command(config, (), found, ranks(1))
+    assert line == "wellfed shrink '/my images/' '/my images-small'"
+    more = replace(found, change={"loader.num_workers": 3})
+    assert command(config, (), more, ranks(1)).endswith("loader.autotune=true")
 
 
 def test_the_line_for_torchrun(composed: Callable[..., Config]) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from harness.clock.clock import StepClock
 from harness.clock.figures import Window
+from harness.feed.processes import Loader
 from harness.hooks import loops as loops_module
 from harness.hooks import patches
 from harness.hooks.loops import LoopTracker
@@ -284,16 +285,18 @@ def test_a_stream_is_told_from_a_data_set_with_indices(loops: LoopTracker, time:
 
 
 def test_a_loader_of_another_thread_is_not_counted(loops: LoopTracker, time: Hand) -> None:
-    """Where a thread of the script's prefetches, its waits are nobody's."""
+    """Where a thread of the script's prefetches, its waits are nobody's; one of tune's is not
+    mentioned.
+    """
     train = Training(time)
-    other = loader(time, 3)
-    thread = threading.Thread(target=lambda: list(other))
-    thread.start()
-    thread.join()
+    for other in (loader(time, 3), Loader(torch.zeros(8, 2), 2)):
+        thread = threading.Thread(target=list, args=(other,))
+        thread.start()
+        thread.join()
     for batch in loader(time):
         train(batch)
     check(told(loops), 5)
-    assert [each.elsewhere for each in loops.followed] == [True, False]
+    assert [each.elsewhere for each in loops.followed] == [True, False, False]
 
 
 def test_a_forked_process_has_no_hooks(loops: LoopTracker, time: Hand) -> None:
