@@ -983,8 +983,8 @@ def _contradictions(c: Config, held: set[str]) -> Iterator[str]:
         value = getattr(c.optim, name)
         if c.optim.name != only and value != getattr(OptimConfig(), name):
             yield (
-                f"optim.{name}={shown(value)}: only affects {only}; if optim={c.optim.name} takes "
-                f"it, write 'optim.args={{{name}:{shown(value)}}}'"
+                f"optim.{name}={shown(value)}: only affects {only}; if optim.name={c.optim.name} "
+                f"takes it, write 'optim.args={{{name}:{shown(value)}}}'"
             )
     if c.data.repeats > 1 and c.data.balance > 0:
         yield f"data.repeats={c.data.repeats}: data.balance also repeats images; use one of the two"

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import astuple
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
@@ -252,7 +253,7 @@ class _Table:
             asked = " and ".join(getattr(data.columns, name) or name for name in missing)
             raise ConfigError(
                 f"{self.path} has no column {asked} among {listed(self.header)}; "
-                f"{self._advice(missing, free)}"
+                f"{self._advice(missing, free, data)}"
             )
 
     def __str__(self) -> str:
@@ -270,7 +271,7 @@ class _Table:
                     if wanted in among:
                         self.places.setdefault(name, among.index(wanted))
 
-    def _advice(self, missing: Sequence[str], free: Iterable[int]) -> str:
+    def _advice(self, missing: Sequence[str], free: Iterable[int], data: DataConfig) -> str:
         """Returns advice on ``missing`` columns, which may be among the ``free`` ones."""
         rows = [[*map(text, values)] for _, values in islice(self._rows, _LOOKED_AT) if values]
         columns = {place: [row[place] for row in rows if place < len(row)] for place in free}
@@ -285,16 +286,22 @@ class _Table:
                 f"{listed([self.header[place] for place in flags])}; "
                 "add a label column with its name"
             )
-        guess: dict[str, int] = {}
-        # a label repeats more often than a patient number
-        for place, values in sorted(columns.items(), key=lambda column: len({*column[1]})):
+        # the other named columns stay
+        named = {name: getattr(data.columns, name) for name in self._used}
+        guess: dict[str, str] = {}
+        repeating = []
+        for place, values in columns.items():
             if any(map(self._find, values[:1])):
-                guess.setdefault("image", place)
+                guess.setdefault("image", self.header[place])
             elif 1 < len({*values}) <= len(values) / 2:
-                guess.setdefault("label", place)
-        example = ", ".join(
-            f"{name}: {self.header[guess[name]] if name in guess else 'COLUMN'}" for name in missing
-        )
+                repeating.append(self.header[place])
+        # of several columns, any may be the label
+        if len(repeating) == 1:
+            guess["label"] = repeating[0]
+        for name in missing:
+            near = get_close_matches(named[name] or "", [self.header[i] for i in free], 1)
+            named[name] = near[0] if near else guess.get(name, "COLUMN")
+        example = ", ".join(f"{name}: {column}" for name, column in named.items() if column)
         return f"set it: {shell_word(f'data.columns={{{example}}}')}"
 
     def read(self) -> tuple[Index, bool]:

@@ -135,7 +135,8 @@ def described(error: BaseException) -> tuple[str, int] | None:
     # libraries wrap errors from our callbacks; an error may be its own cause
     while cause is not None and cause not in seen:
         if isinstance(cause, RunError | ConfigError):
-            is_bad = isinstance(cause, BadSample)
+            # a reason may include the advice
+            is_bad = isinstance(cause, BadSample) and ";" not in cause.reason
             fix = "; set data.on_error=skip, or fix the image" if is_bad else ""
             return f"{cause}{fix}", cause.exit_code
         seen.append(cause)

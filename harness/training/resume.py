@@ -104,6 +104,9 @@ def settings(
     """
     model = config.model
     kept = set(map(launch.setting, typed))
+    # data.columns={image: NAME} sets data.columns.image, and its siblings to their defaults
+    whole = tuple(f"{launch.setting(each)}." for each in typed if "={" in each)
+    kept |= {path for path, _, _ in walk(config) if path.startswith(whole)}
     if saved is None:
         # an evaluated checkpoint has its own settings
         if (config.resume and config.mode is not Mode.train) or not models.are_published(model):
@@ -172,8 +175,11 @@ def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str],
     if _place(replace(trained.data, **located)) != _place(trained.data):
         # no image from another folder or table was used for training
         kept |= {"data.split_fraction", "data.fold", "data.folds", "data.columns.group"}
+        if "data.evaluate" not in kept:
+            kept.add("data.columns.split")
 
-    used = adopted(config, theirs, kept, "the checkpoint", tell)
+    lines: list[str] = []
+    used = adopted(config, theirs, kept, "the checkpoint", lines.append)
     typed_data = {"data", "data.name", "data.root", "experiment"} & kept
     if config.mode is Mode.evaluate and not (saved.in_run or typed_data):
         raise CheckpointError(
@@ -193,6 +199,8 @@ def _applied(config: Config, saved: Saved, kept: set[str], tell: Callable[[str],
             f"{saved.where} needs your code; if you trust it, add {' '.join(needed)} (for "
             f"wellfed.load, model_name={used.model.name!r})"
         )
+    for line in lines:
+        tell(line)
     # no file is read; DEFAULT determines how googlenet and inception_v3 are built
     used.model.weights = "DEFAULT" if trained.model.weights == "DEFAULT" else saved.where
     return used

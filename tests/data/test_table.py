@@ -227,15 +227,27 @@ def test_a_table_is_required_by_name(root: Path) -> None:
         load(data, AugmentConfig(), 0)
 
 
-def test_the_way_out_of_a_missing_column_works(root: Path) -> None:
-    """What the message says to type is what a shell and Hydra read; a label repeats."""
-    rows = "".join(f"P{i // 3},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
+@pytest.mark.parametrize("columns", [{}, {"label": "my kin"}])
+def test_the_way_out_of_a_missing_column_works(root: Path, columns: dict[str, str]) -> None:
+    """What the message says to type is what a shell and Hydra read; a label repeats, or is spelled
+    nearly like that.
+    """
+    each = 3 if columns else 1
+    rows = "".join(f"P{i // each},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
     (root / "labels.csv").write_text(f"lesion,path,my kind,n\n{rows}")
     with pytest.raises(ConfigError) as raised:
-        opened(root)
+        opened(root, columns=columns)
     [word] = shlex.split(re.search(r"'data\.columns=.*'$", str(raised.value))[0])  # type: ignore[index]
     [parsed] = OverridesParser.create().parse_overrides([word])
     assert found(opened(root, columns=parsed.value())) == dict(ROWS)
+
+
+def test_a_label_is_not_guessed_from_several_columns(root: Path) -> None:
+    """A patient's number or a hospital repeats too."""
+    rows = "".join(f"P{i // 3},{a},{b},1\n" for i, (a, b) in enumerate(ROWS))
+    (root / "labels.csv").write_text(f"lesion,path,my kind,n\n{rows}")
+    with pytest.raises(ConfigError, match="label: COLUMN"):
+        opened(root)
 
 
 def test_a_table_is_remembered_until_it_or_its_images_change(

@@ -137,6 +137,12 @@ def test_evaluation_needs_no_setting_again(
     assert "data.mean=[0.1,0.2,0.3]" in printed and "trainer.precision=bf16" in printed
 
 
+def test_columns_in_braces_are_typed(composed: Composed, trained: Saved) -> None:
+    """Together they win over the checkpoint's, as each of them does by its own name."""
+    found = evaluated(composed, trained, "data.columns={image: Datei}")
+    assert (found["data.columns.image"], found["data.columns.label"]) == ("Datei", None)
+
+
 @pytest.mark.parametrize(
     ("path", "text", "value", "line"),
     [
@@ -169,7 +175,7 @@ def test_what_is_typed_is_used_and_printed(
     if path in ("data.root", "data.table"):
         # no image of this tree or table was trained on
         expected |= {"data.split_fraction": None, "data.fold": None, "data.folds": 5}
-        expected |= {"data.columns.group": None}
+        expected |= {"data.columns.group": None, "data.columns.split": None}
     if path == "data.root":
         # the command may fill it
         expected |= {"data.download": True}
