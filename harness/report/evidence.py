@@ -41,7 +41,7 @@ class WorkerCost(NamedTuple):
         wants_s: ``cpu_s`` plus the seconds in which the worker waited for a core.
         contention: wall time of computation over its CPU time; 1 if cores are free.
         parts: fractions of ``wall_s`` by kind; they sum to 1.
-        kind: the largest part.
+        kind: the largest part; by CPU time, and apart from storage, if ``cached``.
         stage: the largest stage of that kind.
         waits: whether that kind's time is mostly waiting for something other than a core.
     """
@@ -90,7 +90,9 @@ def worker_cost(
             kind = "storage" if waits(cost) else "decode"
         kinds.setdefault(kind, {})[name] = cost
     costs = {kind: total(named.values()) for kind, named in kinds.items()}
-    top = max(costs, key=lambda kind: (not (cached and kind == "storage"), costs[kind].wall_s))
+    # time in which all of these waited for a core says nothing about them
+    known = {kind: cost.cpu_s if cached else cost.wall_s for kind, cost in costs.items()}
+    top = max(costs, key=lambda kind: (not (cached and kind == "storage"), known[kind]))
     wants_s = contention * cpu_s
     if full and not waits(costs[top]):
         wants_s = wall_s

@@ -20,6 +20,18 @@ def supply(stages: Mapping[str, tuple[float, float]], full: bool = False) -> Wor
     return found
 
 
+def test_on_full_cores_cpu_time_names_the_cause() -> None:
+    """Reading from memory, and the other stages too, waited for a core."""
+    stages = {
+        "read": StageCost(6.02, 0.28),
+        "decode": StageCost(3.15, 1.55),
+        "resize": StageCost(3.25, 0.51),
+        "collate": StageCost(0.61, 0.02),
+    }
+    found = worker_cost(StageTotals(10, 13.03, stages), full=True, cached=True)
+    assert found is not None and (found.kind, found.waits) == ("decode", False)
+
+
 def test_a_sample_costs_what_its_stages_do() -> None:
     """Seconds are per sample, shares are of the wall time, and stages of one kind add up."""
     found = supply(
