@@ -320,7 +320,7 @@ def _explain(
         # a copy before the request is early and delays nothing
         free_s = max(free_s, slot.waits[0][0])
     spent_s = {"compute": block_s, "exposed_copy": 0.0, "prepare": 0.0}
-    exposed: list[Span] = []
+    exposed = []
     for copy in slot.copies:
         copied_s = copy.start.elapsed_time(copy.end) / 1e3
         if copied_s and not slot.first:

@@ -182,7 +182,7 @@ def open_caches(
     # everything that affects the pixels except the file's bytes; torch shrinks large images
     packages = "pillow", *filter(find_spec, ["simplejpeg"]), "torch"
     software = list(map(version, packages))
-    how: tuple[int | None, str] = data.cache_max_side, data.interpolation.name
+    how = data.cache_max_side, data.interpolation.name
     pixels = data.exif_orientation, data.background, data.max_pixels
     made_by = _FORMAT, pixels, data.cache_max_side and how, software
     key = hashlib.sha256(json.dumps(made_by).encode())

@@ -211,7 +211,7 @@ def environment(device_name: str | None = None) -> dict[str, object]:
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         named = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    found: dict[str, object] = {
+    found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -70,7 +70,7 @@ class Tree:
         Raises:
             FileNotFoundError: the kernel does not support this.
         """
-        found: dict[str, int] = {}
+        found = {}
         ended = suppress(FileNotFoundError, ProcessLookupError)
         for pid in self.pids():
             with ended:

@@ -92,7 +92,7 @@ class RunWriter:
         that are not finite are ``null`` in ``metrics.jsonl``.
         """
         self._step = step
-        flat: dict[str, float] = {}
+        flat = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
                 for name in ("median", "p95", "max"):

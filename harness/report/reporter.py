@@ -141,7 +141,7 @@ class Reporter:
         if verdict.kind == "decode" and engine.status == "completed":
             evidence.shrinks = shrink.speedup(self.splits.train)
         copied = shrink.Copy.at(Path(self.splits.root).expanduser()) if self.splits.root else None
-        evaluated: dict[str, Any] = {}
+        evaluated = {}
         if engine.evaluation is not None:
             result = engine.evaluation._asdict()
             evaluated = {"val_images": result.pop("images"), **result}

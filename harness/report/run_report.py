@@ -31,7 +31,7 @@ def report(
         own: additional metrics for this kind of run, which come first or replace others.
     """
     sampled = evidence.sampled
-    found: dict[str, Any] = {
+    found = {
         "world_size": world_size,
         **as_report(evidence.window, world_size),
         "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),

@@ -88,7 +88,7 @@ def _made(config: ModelConfig, num_classes: int, image_size: int) -> Any:
         return small(num_classes)
     if name in OURS:
         return getattr(cifar_networks, name)(num_classes)
-    extra: dict[str, Any] = {}
+    extra = {}
     if name.startswith("vit_"):
         extra = {"image_size": image_size}
     elif name in ("googlenet", "inception_v3"):
@@ -255,7 +255,7 @@ def small(num_classes: int) -> nn.Module:
     convolution, three convolutions with 2x2 max pooling, a residual block (He et al. 2015,
     https://arxiv.org/abs/1512.03385), and global average pooling.
     """
-    stages: list[nn.Module] = []
+    stages = []
     # few channels at high resolution, where a CPU spends most of its time
     for before, after in itertools.pairwise((16, 32, 64, 128)):
         # pooling first quarters the norm's work (Jordan 2024, https://arxiv.org/abs/2404.00498)

@@ -48,7 +48,7 @@ class PredictionLog(NamedTuple):
             places: the indices in the same batches.
             world: this rank.
         """
-        own: list[np.ndarray] = []
+        own = []
         if kept:
             # the host waits for the device
             tensors = (torch.cat(each).cpu().numpy() for each in zip(*kept, strict=True))

@@ -104,7 +104,7 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     Raises:
         FileNotFoundError: a folder is missing or does not contain a run.
     """
-    places: list[Path] = []
+    places = []
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder; pass a run or sweep folder")
@@ -119,8 +119,8 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         places += [Path(os.path.abspath(place)) for place in inside]
     # a run may be specified twice, by itself and by its folder
     places = [*dict.fromkeys(places)]
-    runs: list[Run] = []
-    passed: list[str] = []
+    runs = []
+    passed = []
     base = os.path.commonpath([place.parent for place in places])
     for place in places:
         run = _read(place, os.path.relpath(place, base))
@@ -141,7 +141,7 @@ def _is_run(folder: Path) -> bool:
 def _read(folder: Path, name: str) -> Run:
     """Returns the run in ``folder``; an unreadable one has an error."""
     path = folder / ".hydra" / "config.yaml"
-    settings: dict[str, Any] = {}
+    settings = {}
     try:
         if path.exists():
             settings = config.saved(read_inside(folder, ".hydra/config.yaml"))

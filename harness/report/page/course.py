@@ -138,7 +138,7 @@ def latest(windows: Windows) -> dict[str, Any]:
     last = windows.last
     parts = {part: number(last.get(f"time/{part}_ms/median")) or 0.0 for part in PARTS}
     whole = sum(parts.values())
-    told: dict[str, Any] = {
+    told = {
         "steps": last.get("step"),
         "gpu_utilization": last.get(Tag.GPU_UTILIZATION),
         "shares": {part: ms / whole for part, ms in parts.items() if ms > 0},

@@ -28,7 +28,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
     Links are not followed.
     """
-    found: dict[str, Path] = {}
+    found = {}
     for path, folders, files in os.walk(root):
         if REPORT_JSON in files or METRICS_JSONL in files:
             name = os.path.relpath(path, root)
@@ -102,7 +102,7 @@ def read_run(folder: Path, name: str, buckets: int = BUCKETS) -> dict[str, Any]:
 
     Before there is a report, ``report`` contains the ``latest`` window's metrics.
     """
-    notes: list[str] = []
+    notes = []
 
     def read(file: str, of: Callable[[Path], Any], missing: str = "") -> Any:
         try:
