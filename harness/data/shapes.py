@@ -75,7 +75,14 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     facts = {"version": _VERSION, **asdict(generate)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     tree = Path(data.root or cache_root() / f"shapes-{digest}").expanduser().absolute()
-    is_made = partial(_is_made, tree, facts)
+
+    def is_made() -> bool:
+        """Returns whether the tree is complete and has these facts."""
+        try:
+            return bool(read_json(tree / _MARKER) == facts)
+        except (OSError, ValueError):
+            return False
+
     if not is_made():
         with suppress(OSError):
             # replacing an empty folder loses nothing
@@ -102,14 +109,6 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
                 "its parent folder to generate it again"
             )
     return sources
-
-
-def _is_made(tree: Path, facts: dict[str, int]) -> bool:
-    """Returns whether ``tree`` is complete and has these ``facts``."""
-    try:
-        return bool(read_json(tree / _MARKER) == facts)
-    except (OSError, ValueError):
-        return False
 
 
 def _draw_all(
