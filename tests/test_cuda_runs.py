@@ -32,7 +32,8 @@ TAGS = {
     "stall/data_fraction",
     "stall/data_wait_fraction",
 }
-WINDOW = 25
+# steps that take longer than watch.sample_s, so that each window has a sample
+WINDOW = 50
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def check(folder: Path, steps: int) -> None:
-    """Checks that a run has tuned, and has logged the tags in each of its windows.
-
-    Tags that are sampled once in 0.1 s need not be in each.
-    """
+    """Checks that a run has tuned, and has logged the tags in each of its windows."""
     report = json.loads((folder / "report.json").read_text())
     assert (report["status"], report["steps"]) == ("completed", steps)
     assert report["tuning"]["seconds"] > 0
@@ -61,9 +59,7 @@ def check(folder: Path, steps: int) -> None:
     events = EventAccumulator(str(folder)).Reload()
     for tag in TAGS:
         logged = {event.step for event in events.Scalars(tag)}
-        windows = {*range(WINDOW, steps + 1, WINDOW)}
-        # a window may end between two samples
-        assert logged & windows if tag.startswith(("gpu/", "host/")) else logged >= windows, tag
+        assert logged >= {*range(WINDOW, steps + 1, WINDOW)}, tag
     assert max(event.value for event in events.Scalars("gpu/utilization")) > 0
 
 

@@ -115,9 +115,8 @@ def fill_momentum(optimizer: Optimizer) -> None:
     # parameters have one
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
         for parameter in group["params"] if group.get("momentum") else ():
-            if parameter.requires_grad:
-                zeros = torch.zeros_like(parameter)
-                optimizer.state[parameter].setdefault("momentum_buffer", zeros)
+            if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def adopt(
