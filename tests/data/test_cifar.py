@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,28 +59,15 @@ def made(md5: str, archive: str = CIFAR10) -> list[str]:
     return sorted([archive, name, *(f"{name}/{file}" for file in files)])
 
 
-def old_numpy(pickled: bytes) -> bytes:
-    """A pickle of numpy 2 (protocol 0 to 3) under numpy 1's name of the module."""
-    return pickled.replace(b"cnumpy._core.", b"cnumpy.core.")
-
-
-def protocol(number: int) -> Callable[[object], bytes]:
-    return partial(pickle.dumps, protocol=number)
-
-
 @pytest.mark.parametrize(
     "pickled",
     [
         pytest.param(py2_pickle, id="Python 2"),
-        pytest.param(lambda value: old_numpy(pickle.dumps(value, protocol=2)), id="numpy 1"),
-        *(
-            pytest.param(protocol(number), id=f"protocol {number}")
-            for number in range(pickle.HIGHEST_PROTOCOL + 1)
-        ),
+        *(pytest.param(partial(pickle.dumps, protocol=n), id=f"protocol {n}") for n in (3, 4, 5)),
     ],
 )
 def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
-    """Every protocol gives the same images, planes in their places, and labels."""
+    """Pickles of Python 2 and 3 give the same images, planes in their places, and labels."""
     md5 = write_cifar10(tmp_path, rows=12, pickled=pickled)
     train, val = open_cifar(settings(tmp_path, md5))
     batches = cifar10_batches(rows=12)
@@ -107,13 +93,12 @@ def test_columns_first(tmp_path: Path) -> None:
     batches = cifar10_batches()
     data = batches[BATCH]["data"]
     assert isinstance(data, np.ndarray)
-    for number in (2, 5):
-        batches[BATCH]["data"] = np.asfortranarray(data)
-        md5 = write_members(
-            tmp_path / CIFAR10, {name: pickle.dumps(part, number) for name, part in batches.items()}
-        )
-        train, _ = open_cifar(settings(tmp_path, md5))
-        assert np.array_equal(train.images[40:60].transpose(0, 3, 1, 2).reshape(20, 3072), data)
+    batches[BATCH]["data"] = np.asfortranarray(data)
+    md5 = write_members(
+        tmp_path / CIFAR10, {name: pickle.dumps(part) for name, part in batches.items()}
+    )
+    train, _ = open_cifar(settings(tmp_path, md5))
+    assert np.array_equal(train.images[40:60].transpose(0, 3, 1, 2).reshape(20, 3072), data)
 
 
 def test_cifar100(tmp_path: Path) -> None:
@@ -137,15 +122,6 @@ class Call:
         return self.call
 
 
-# An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for
-# two addresses.
-FORGED = (
-    b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n"
-    b"(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
-    b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'"
-    + b"A" * 24576
-    + b"'\ntbS'labels'\n](I0\neu."
-)
 CANARY = "touch canary"
 MALICIOUS = {
     **{
@@ -164,14 +140,6 @@ MALICIOUS = {
     ),
     "numpy's load": pickle.dumps(Call(np.load, "x.npy")),
     "numpy's scalar": pickle.dumps({"data": np.float64(1)}),
-    "persistent id": b"Pcanary\n.",
-    "extension": b"\x80\x02\x82\x01.",
-    "other codec": b"c_codecs\nencode\n(Vabc\nVbz2_codec\ntR.",
-    "forged dtype": FORGED,
-    "memo index": b"}r\xff\xff\xff\x7f.",
-    "nested tuples": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
-    "a size without bytes": b"\x80\x05\x96" + struct.pack("<Q", 2**62) + b".",
-    "state for a name": b"cnumpy\nndarray\n(N(dt}b.",
     "nothing": b"",
 }
 
@@ -193,16 +161,6 @@ def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
     assert listing(tmp_path) == [CIFAR10]
 
 
-def test_a_call_beside_the_arrays_is_not_made(tmp_path: Path) -> None:
-    """A whole batch is read, whatever else its pickle asks for."""
-    batches = cifar10_batches(rows=2)
-    members = {name: py2_pickle(part) for name, part in batches.items()}
-    members[BATCH] = pickle.dumps({**batches[BATCH], "more": Call(os.system, CANARY)})
-    train, _ = open_cifar(settings(tmp_path, write_members(tmp_path / CIFAR10, members)))
-    assert len(train) == 10
-    assert os.listdir() == []
-
-
 DATA = np.zeros((20, 3072), np.uint8)
 OTHER = {
     "too few labels": (BATCH, {"labels": [0] * 19}),
@@ -214,8 +172,6 @@ OTHER = {
     "other shape": (BATCH, {"data": DATA.reshape(20, 3, 32, 32)}),
     "other dtype": (BATCH, {"data": DATA.astype(np.int8)}),
     "text for pixels": (BATCH, {"data": "pixels"}),
-    "other class": (META, {"label_names": [*CIFAR10_CLASSES[:9], "lorry"]}),
-    "other order": (META, {"label_names": list(CIFAR10_CLASSES[::-1])}),
     "no names": (META, {"label_names": 10}),
 }
 

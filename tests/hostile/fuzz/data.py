@@ -67,7 +67,7 @@ def images(kind: str, place: Path) -> Reader:
 
 def _batches() -> dict[str, bytes]:
     rng = np.random.default_rng(0)
-    members = {"batches.meta": pickle.dumps({"label_names": cifar._CLASSES["cifar10"].split()}, 2)}
+    members = {"batches.meta": pickle.dumps({"label_names": [*"abcdefghij"]}, 2)}
     for number, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
         rows = {"data": rng.integers(0, 256, (2, 3072), np.uint8), "labels": [1, 2]}
         members[name] = pickle.dumps(rows, 2 + number % 4)
@@ -93,11 +93,9 @@ def archive(place: Path) -> Reader:
     def read(data: bytes) -> str:
         path.write_bytes(data)
         try:
-            for name, content in cifar.read_members(path, [*_batches()]).items():
-                (place / name.rpartition("/")[2]).write_bytes(content)
-            cifar._sources("cifar10", place)
-        except DataError as error:
-            return f"DataError, {'member' if 'does not match' in str(error) else 'archive'}"
+            cifar.read_members(path, [*_batches()])
+        except DataError:
+            return "DataError"
         return ""
 
     # half of the time it is the tar inside that is changed
@@ -109,22 +107,6 @@ def archive(place: Path) -> Reader:
         return gzip.compress(mutated(seeds, rng), 1)
 
     return Reader([whole], read, mutate)
-
-
-def batch(place: Path) -> Reader:
-    inner = archive(place)
-    members = _batches()
-    names = [*members]
-
-    def read(data: bytes) -> str:
-        at = data[0] % len(names)
-        return inner.read(_tar({**members, names[at]: data[1:]}, "w:gz"))
-
-    def mutate(seeds: Sequence[bytes], rng: Random) -> bytes:
-        at = rng.randrange(len(names))
-        return bytes([at]) + mutated([members[names[at]]], rng)
-
-    return Reader([b""], read, mutate)
 
 
 def _tree(place: Path) -> FolderSource:

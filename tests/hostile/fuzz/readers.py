@@ -21,7 +21,6 @@ READERS: dict[str, tuple[int, Make]] = {
         for kind in ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "PPM")
     },
     "archive (.tar.gz)": (1000, fuzz_data.archive),
-    "CIFAR's pickles": (1000, fuzz_data.batch),
     "decoded disk cache": (1000, fuzz_data.decoded),
     "index of a tree": (1000, fuzz_data.index_file),
     "shapes.json": (1000, fuzz_data.shapes_file),
