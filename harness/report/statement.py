@@ -48,9 +48,9 @@ _WAYS: Mapping[str, str] = {
     "stalled": "check that rank's storage and cores",
     "forward": "check whether that rank's device is slower or shared",
     "storage": "put the files on a faster disk, or keep them in memory",
-    "decode": "store smaller files (shorter side 1.15 to 2 times the crop), or add cores",
-    "augment": "make the augmentation cheaper, or add cores",
-    "collate": "make images or batches smaller, or add cores",
+    "decode": "store smaller files (shorter side 1.15 to 2 times the crop)",
+    "augment": "make the augmentation cheaper",
+    "collate": "make images or batches smaller",
     "transport": "make images or batches smaller",
     "copy": "make images smaller, or steps longer",
     "compute": "a smaller network or image, or a faster device",
@@ -111,8 +111,9 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     other = _WAYS.get(reason, _WAYS.get(kind))
     if shrinking_helps(verdict):
         faster = f"samples load {r.shrinks:.1f}x as fast"
-        other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}, or add cores"
-    ways = [way for way in (next_step, other) if way]
+        other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}"
+    works = kind in ("decode", "augment", "collate") and not (r.cost and r.cost.waits)
+    ways = [way for way in (next_step, other, "add cores" * works) if way]
     sentences = [headline, *_facts(verdict), *_gain(verdict)]
     if ways:
         sentences.append(f"Try: {', or '.join(ways)}")

@@ -311,7 +311,7 @@ class TuningReport:
         model = f"The model takes {self.demand} images/s"
         rates = f"{model}. Training reaches {before.rate} with {before.settings}"
         if after.settings != before.settings:
-            return f"{rates}, {after.rate} with {after.settings}. {self.reason}."
+            return f"{rates}; the choice, {after.settings}, reaches {after.rate}. {self.reason}."
         if FED * self.ceiling <= 1:
             found = "possible" if self.others_cores is None else "found alongside other programs"
             bound = f"upper bound {self.ceiling:.1f}x"

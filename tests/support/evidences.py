@@ -299,6 +299,11 @@ CASES = {
         "augment",
         {},
     ),
+    "own transforms that wait": Case(
+        on_cpu(0.4, stages={"read": (0.1, 0.1), "augment.own": (20.0, 0.2)}),
+        "augment",
+        {"loader.num_workers": 8},
+    ),
     "a Dataset's own transforms": Case(
         evidence(0.4, stages={"sample": (4.0, 4.0)}, cores=2.0), "decode", {}
     ),
