@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import math
@@ -11,7 +10,6 @@ import pickle
 import re
 import tarfile
 import weakref
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,6 @@ from ..runtime.files import open_regular, read_regular
 from .download import fetch, make_once
 from .mapped import memory, path_of
 from .storage import ArraySource, cache_root
-
-# size limit of an unpacked archive; the real ones have 186 MB
-_MOST_BYTES = 256 << 20
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,9 +100,16 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
         )
     files = published.train_list + published.test_list
     names = [published.meta["filename"], *(name for name, _ in files)]
-    members = read_members(found, [f"{published.base_folder}/{name}" for name in names])
-    for name, content in members.items():
-        (part / os.path.basename(name)).write_bytes(content)
+    try:
+        with tarfile.open(found) as tar:
+            for member in tar:
+                name = os.path.basename(member.name)
+                if name in names and (content := tar.extractfile(member)):
+                    (part / name).write_bytes(content.read())
+    except (EOFError, tarfile.TarError) as error:
+        raise DataError(
+            f"{archive} is corrupt ({error!r}); delete it and download it from its publisher"
+        ) from error
     _sources(data.name, part)
     if found != archive and os.access(archive.parent, os.W_OK):
         os.replace(found, archive)
@@ -173,42 +175,5 @@ def _sources(name: str, folder: Path) -> tuple[ArraySource, ArraySource]:
 
 def _load(path: Path) -> Any:
     """Returns the content of a pickle written by Python 2 or 3."""
-    content = io.BytesIO(read_regular(path, _MOST_BYTES))
+    content = io.BytesIO(read_regular(path))
     return _Unpickler(content, encoding="latin1").load()
-
-
-def read_members(
-    archive: Path, wanted: Collection[str], most_bytes: int = _MOST_BYTES
-) -> dict[str, bytes]:
-    """Returns the bytes of the ``wanted`` members in a ``.tar.gz``.
-
-    Does not call tarfile's extract methods, because a chain of links longer than PATH_MAX escapes
-    even ``filter="data"`` (CVE-2025-4517). Member names are only compared, never used as paths.
-    Other members, including links and devices, are skipped.
-
-    Raises:
-        DataError: the archive is corrupt, unpacks to more than ``most_bytes``, or lacks a wanted
-            regular file.
-    """
-    found: dict[str, bytes] = {}
-    try:
-        with open(open_regular(archive), "rb") as file, gzip.open(file) as stream:
-            # to the very end, because that is where gzip's checksum is
-            content = stream.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise ValueError(f"unpacks to more than {most_bytes} bytes")
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
-            for member in tar:
-                # a sparse file may claim any size
-                if member.name in wanted and member.isreg() and not member.issparse():
-                    part = tar.extractfile(member)
-                    assert part is not None
-                    found[member.name] = part.read()
-        if missing := sorted({*wanted} - found.keys()):
-            raise ValueError(f"has no file {', '.join(missing)}")
-    except Exception as error:
-        # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
-        raise DataError(
-            f"{archive} is corrupt ({error!r}); delete it and download it from its publisher"
-        ) from error
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -283,6 +284,22 @@ def test_foreign_archive(tmp_path: Path) -> None:
         match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; .* set data.md5={md5} ",
     ):
         open_cifar(settings(tmp_path))
+    assert listing(tmp_path) == [CIFAR10]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_incomplete_archives(tmp_path: Path, cut: bool) -> None:
+    """An archive whose digest was accepted, but which ends early or lacks a file, is refused."""
+    members = {name: py2_pickle(part) for name, part in cifar10_batches().items()}
+    if not cut:
+        del members[BATCH]
+    md5 = write_members(tmp_path / CIFAR10, members)
+    if cut:
+        content = (tmp_path / CIFAR10).read_bytes()[:-5000]
+        (tmp_path / CIFAR10).write_bytes(content)
+        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    with pytest.raises(DataError, match=f"{CIFAR10} is corrupt" if cut else "data_batch_3"):
+        open_cifar(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
 
 

@@ -1,4 +1,4 @@
-"""Archives in CIFAR's published form, with few rows, and the parts to make dishonest ones from."""
+"""Archives in CIFAR's published form, with few rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import io
 import struct
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +155,11 @@ def write_cifar100(folder: Path, rows: int = 200, seed: int = 0) -> str:
     )
 
 
-def write_members(
-    archive: Path, members: Mapping[str, bytes], more: Iterable[tarfile.TarInfo] = ()
-) -> str:
-    """Writes a ``.tar.gz`` of these files, and returns its MD5.
-
-    ``more`` members behind them have no content.
-    """
+def write_members(archive: Path, members: Mapping[str, bytes]) -> str:
+    """Writes a ``.tar.gz`` of these files, and returns its MD5."""
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-        for info in more:
-            tar.addfile(info)
     return hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()

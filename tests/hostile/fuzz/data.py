@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import tarfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
-from typing import Literal
 
 import numpy as np
 
 from harness import config as schema
 from harness.config import DataCache, DataConfig, GenerateConfig
-from harness.data import cache, cifar, folder_index, shapes
+from harness.data import cache, folder_index, shapes
 from harness.data.cache import PixelCache
 from harness.data.datasets import ImageDataset
 from harness.data.mapped import MappedFile, memory
@@ -23,7 +18,7 @@ from harness.data.storage import FolderSource
 from harness.data.transforms import CropTransform
 from harness.runtime.errors import BadSample, DataError
 from tests.hostile.fuzz import images as fuzz_images
-from tests.hostile.fuzz.changes import mutated, mutated_json, png_sealed
+from tests.hostile.fuzz.changes import mutated_json, png_sealed
 from tests.hostile.fuzz.reader import Reader, Told
 
 _FACTS = "f" * 64
@@ -63,50 +58,6 @@ def images(kind: str, place: Path) -> Reader:
         return ""
 
     return Reader(fuzz_images.seeds()[kind], read, seal=png_sealed if kind == "PNG" else None)
-
-
-def _batches() -> dict[str, bytes]:
-    rng = np.random.default_rng(0)
-    members = {"batches.meta": pickle.dumps({"label_names": [*"abcdefghij"]}, 2)}
-    for number, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
-        rows = {"data": rng.integers(0, 256, (2, 3072), np.uint8), "labels": [1, 2]}
-        members[name] = pickle.dumps(rows, 2 + number % 4)
-    return {f"cifar-10-batches-py/{name}": content for name, content in members.items()}
-
-
-def _tar(members: Mapping[str, bytes], mode: Literal["w", "w:gz"]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return file.getvalue()
-
-
-def archive(place: Path) -> Reader:
-    import gzip
-
-    whole = _tar(_batches(), "w")
-    path = place / "cifar.tar.gz"
-
-    def read(data: bytes) -> str:
-        path.write_bytes(data)
-        try:
-            cifar.read_members(path, [*_batches()])
-        except DataError:
-            return "DataError"
-        return ""
-
-    # half of the time it is the tar inside that is changed
-    zipped = gzip.compress(whole, 1)
-
-    def mutate(seeds: Sequence[bytes], rng: Random) -> bytes:
-        if rng.random() < 0.5:
-            return mutated([zipped], rng)
-        return gzip.compress(mutated(seeds, rng), 1)
-
-    return Reader([whole], read, mutate)
 
 
 def _tree(place: Path) -> FolderSource:

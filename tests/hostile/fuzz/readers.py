@@ -20,7 +20,6 @@ READERS: dict[str, tuple[int, Make]] = {
         f"image, {kind}": (3000, partial(fuzz_data.images, kind))
         for kind in ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "PPM")
     },
-    "archive (.tar.gz)": (1000, fuzz_data.archive),
     "decoded disk cache": (1000, fuzz_data.decoded),
     "index of a tree": (1000, fuzz_data.index_file),
     "shapes.json": (1000, fuzz_data.shapes_file),
