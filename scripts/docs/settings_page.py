@@ -63,9 +63,10 @@ def _comment(path: Path) -> str:
         line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
     ]
     said = [line for line in lines if not line.startswith(("@package", "wellfed ", "torchrun "))]
-    if not said:
-        return ""
-    return f": {said[0].replace('<', '&lt;')}"
+    # up to the first line that ends a sentence
+    count = next((place for place, line in enumerate(said, 1) if line.endswith(".")), 1)
+    text = " ".join(said[:count]).replace("<", "&lt;")
+    return f": {text}" if text else ""
 
 
 def _limits(value: Any, meta: Mapping[str, Any]) -> str:
