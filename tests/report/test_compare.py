@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -130,6 +131,17 @@ def test_what_the_loader_used_is_told_once(
     one = make_run("one", {"loader.batch_size": 32}, loader__batch_size=32)
     said = compare(capsys, one, make_run("two"))[1]
     assert "loader.batch_size" in said and "used." not in said
+
+
+def test_a_watched_script_differs_in_no_setting(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a script without settings, only those that differ among runs are listed."""
+    script = make_run("script")
+    shutil.rmtree(script / ".hydra")
+    runs = make_run("one", {"loader.batch_size": 32}), make_run("two")
+    said = compare(capsys, *runs, script)[1]
+    assert [row["setting"] for row in cells(said, 1)] == ["loader.batch_size"]
 
 
 def test_a_diagnosis_among_runs_is_passed_over(

@@ -185,14 +185,15 @@ def text(tree: Mapping[str, Any], key: str) -> str:
 def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """Returns each setting that differs among ``runs``, by run.
 
-    ``used.*`` is included only if it differs from ``loader.*``.
+    ``used.*`` is included only if it differs from ``loader.*``. A watched script has no settings.
     """
     readable = [run for run in runs if run.status != "unreadable"]
+    own = {run.run for run in readable if "mode" in run.settings}
     keys = dict.fromkeys(key for run in readable for key in run.settings)
     found = {key: {run.run: text(run.settings, key) for run in readable} for key in keys}
     return {
         key: values
         for key, values in found.items()
-        if len({*values.values()}) > 1
+        if len({said for run, said in values.items() if run in own or said != "-"}) > 1
         and (not key.startswith("used.") or found.get(f"loader.{key[5:]}") != values)
     }
