@@ -389,7 +389,7 @@ class AutoSearch:
         cost = models.get(chosen.backend, models[self.backend]).cost
         who = "the main process" if chosen.backend == ARRAYS else "a worker"
         more = self._made(chosen.backend, chosen.num_workers + 1)
-        why = ". No cheaper setting trains as fast"
+        why = ". The choice is the cheapest setting that trains as fast"
         is_fed = self._is_fed(chosen)
         if not (self.complete or is_fed):
             why = ". Tuning ran out of time before it could try more (raise tuner.budget_s)"
@@ -397,7 +397,7 @@ class AutoSearch:
             deeper = chosen.batches_ahead > self.own.batches_ahead
             why = ", and a few take far longer" + ", so more batches are prefetched" * deeper
         elif is_fed:
-            why = ". No cheaper setting keeps the model busy" * self.complete
+            why = ". The choice is the cheapest setting that keeps the model busy" * self.complete
         elif 0 < chosen.num_workers == more.num_workers:
             why = ". More workers are not allowed or do not fit (tuner.max_workers)"
         return (

@@ -63,7 +63,7 @@ def report(num_workers: int = 3, **changes: Any) -> TuningReport:
         "before": side(workers(1), rate(240.0), 0.62, 210 * 10**6),
         "after": side(settings, rate(620.0), 0.012, 1_640 * 10**6),
         "demand": rate(640.0),
-        "reason": "No cheaper setting keeps the model busy",
+        "reason": "The choice is the cheapest setting that keeps the model busy",
         "trials": (
             trial(1, OPEN),
             trial(num_workers, rate(700.0)),

@@ -160,7 +160,7 @@ def test_the_report_tells_before_and_after(on: On) -> None:
     assert report.before.wait_fraction == pytest.approx(
         2 / 7
     ) and report.after.wait_fraction == pytest.approx(0)
-    assert "No cheaper setting keeps the model busy" in report.sentence
+    assert "The choice is the cheapest setting that keeps the model busy" in report.sentence
     assert [trial.kind for trial in report.trials][:2] == ["supply", "supply"]
 
 
