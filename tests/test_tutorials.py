@@ -28,6 +28,7 @@ VARIES = (
     "The model takes",
     "3 classes",
     "tuner=auto",
+    "the same without tuning",
     "loader ",
 )
 NUMBER = r"[\d.,e:/+-]+"
