@@ -25,7 +25,7 @@ from .storage import ArraySource, cache_root
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads dictionaries, lists, text, numbers and arrays; anything else could run code."""
+    """Loads dictionaries, lists, text, numbers and arrays, because all else could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the parts of an array, under their names in numpy 1 and 2."""

@@ -112,8 +112,8 @@ def stated(verdict: Verdict, tried: Callable[[Change], str] = as_overrides) -> S
     if shrinking_helps(verdict):
         faster = f"samples load {r.shrinks:.1f}x as fast"
         other = f"train on a smaller copy (wellfed shrink FOLDER OUT): {faster}"
-    works = kind in ("decode", "augment", "collate") and not (r.cost and r.cost.waits)
-    ways = [way for way in (next_step, other, "add cores" * works) if way]
+    needs_cores = kind in ("decode", "augment", "collate") and not (r.cost and r.cost.waits)
+    ways = [way for way in (next_step, other, "add cores" * needs_cores) if way]
     sentences = [headline, *_facts(verdict), *_gain(verdict)]
     if ways:
         sentences.append(f"Try: {', or '.join(ways)}")

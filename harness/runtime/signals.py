@@ -32,7 +32,7 @@ _FREE = (signal.SIG_DFL, signal.default_int_handler, None)
 _SAME_S = 1.0
 # shutdown time for a process without a grace period, and its message
 _START_S = 4.0
-_STARTING = " before training began in this process"
+_STARTING = " before this process started its work"
 # written to the guard's pipe at the end of the block
 _END = b"\0"
 _received: list[tuple[int, float]] = []
