@@ -75,7 +75,7 @@ def statuses(cwd: Path) -> list[str]:
 def test_every_job_trains(way: tuple[str, ...], tmp_path: Path, chdir: str) -> None:
     """Two jobs, two reports, exit code 0; modules are found in the folder of the command."""
     (tmp_path / "mine.py").write_text(MINE)
-    values = "seed=choice(1,2)" if OPTUNA[0] in way else "seed=1,2"
+    values = "optim.lr=choice(0.1,0.2)" if OPTUNA[0] in way else "optim.lr=0.1,0.2"
     done = sweep(tmp_path, values, *way, "model.name=mine:build", f"hydra.job.chdir={chdir}")
     assert done.returncode == 0, done.stderr
     assert statuses(tmp_path) == ["completed"] * 2

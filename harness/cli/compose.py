@@ -68,6 +68,8 @@ class FileConfigSource(file_config_source.FileConfigSource):
             header["package"] = header["package"] or "_global_"
         settings: Any = {}
         if tree:
+            if not isinstance(tree, yaml.MappingNode):
+                raise ConfigError(f"{file} has no settings; write one 'NAME: VALUE' per line")
             _tag_texts(tree, (header["package"] or group).removeprefix("_global_"))
             settings = loader.construct_document(tree)
         place = f"{self.scheme()}://{self.path}"

@@ -235,7 +235,7 @@ def run(name: str, place: Path) -> Reader:
         document.page([text], (), "run")
         found, _ = folders.find([place, place])
         folders.settings_that_differ(found)
-        found[1].changes(found[0])
+        found[0].changes(found[0])
         notes = json.loads(text)["notes"]
         if name == "metrics.jsonl":
             RunWriter(place, tensorboard=False, resumed_step=30).close()
