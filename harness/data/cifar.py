@@ -25,7 +25,7 @@ from .storage import ArraySource, cache_root
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads dictionaries, lists, text, numbers and arrays, because all else could run code."""
+    """Loads dictionaries, lists, text, numbers and arrays, because anything else could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the parts of an array, under their names in numpy 1 and 2."""
@@ -108,7 +108,7 @@ def _unpack(data: DataConfig, archive: Path, md5: str, part: Path) -> None:
                     (part / name).write_bytes(content.read())
     except (EOFError, tarfile.TarError) as error:
         raise DataError(
-            f"{archive} is corrupt ({error!r}); delete it and download it from its publisher"
+            f"{archive} is corrupt ({error!r}); delete it and download it again from its publisher"
         ) from error
     _sources(data.name, part)
     if found != archive and os.access(archive.parent, os.W_OK):

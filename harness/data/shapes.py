@@ -77,7 +77,7 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     tree = Path(data.root or cache_root() / f"shapes-{digest}").expanduser().absolute()
 
     def is_made() -> bool:
-        """Returns whether the tree is complete and has these facts."""
+        """Returns whether the tree is complete and matches these facts."""
         try:
             return bool(read_json(tree / _MARKER) == facts)
         except (OSError, ValueError):
