@@ -23,8 +23,6 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIES = (
     "verdict",
     "suggestion",
-    "before ",
-    "after ",
     "The model takes",
     "3 classes",
     "tuner=auto",
@@ -69,6 +67,8 @@ def shape(line: str) -> str:
     pattern = re.escape(line.strip()).replace(re.escape("..."), ".*")
     pattern = re.sub(r"=[\w.\\-]+", r"=\\S+", pattern)
     pattern = re.sub(r"(?:\\[+-])?\d(?:\d|\\?[.,:/-](?=\d)|e\\-\d)*", lambda _: NUMBER, pattern)
+    # the interval of a rate is unknown after few measurements
+    pattern = pattern.replace(f"{NUMBER}\\ ±{NUMBER}%", f"(about )?{NUMBER}( ±{NUMBER}%)?")
     return re.sub(r"(\\ )+", r"\\s+", pattern)
 
 
